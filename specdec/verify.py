@@ -1,0 +1,89 @@
+"""Which drafted tokens stand: pure functions over the target's rows."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from specdec.backend import Logits
+
+__all__ = ["pick", "verify_drafts"]
+
+
+def on_host(rows: Logits) -> Logits:
+    """The same rows as a numpy view where they lie in host memory, else as they are.
+
+    numpy's reductions are many times faster on a CPU than torch's: 75 us against 5.9 ms for the
+    argmax of 8 rows of 49,152.
+    """
+    if isinstance(rows, np.ndarray):
+        return rows
+    try:
+        return np.from_dlpack(rows)
+    except (AttributeError, BufferError, RuntimeError, TypeError):
+        return rows  # another device, or a dtype that numpy lacks
+
+
+def pick(rows: Logits) -> tuple[list[int], list[float]]:
+    """The best id of every row and its score, found where the rows live; the first one on ties.
+
+    Args:
+        rows: ``(n, vocab)`` scores, any array-API array.
+
+    Raises:
+        ValueError: A row holds a NaN.
+    """
+    rows = on_host(rows)
+    xp = np if isinstance(rows, np.ndarray) else array_namespace(rows)
+    best = xp.argmax(rows, axis=-1)
+    # A row with a NaN has its NaN as the maximum, so looking at the winners is enough.
+    peaks: list[float] = rows[xp.arange(rows.shape[0]), best].tolist()
+    for row, peak in enumerate(peaks):
+        if math.isnan(peak):
+            raise ValueError(f"row {row} of the logits holds a NaN: the model's output is broken")
+    return best.tolist(), peaks
+
+
+def verify_drafts(draft_tokens: Sequence[int], target_logits: Logits) -> tuple[list[int], int]:
+    """Keep the drafts that the target would have picked itself, and add the target's next token.
+
+    The target's pick at each position is the argmax of its row, so the result never depends on
+    where the drafts came from. Rows of raw logits make this greedy decoding; rows of logits
+    perturbed by Gumbel noise make it sampling (Daliri, Musco and Suresh, arXiv 2408.07978).
+
+    Args:
+        draft_tokens: The K drafted ids, K >= 0.
+        target_logits: ``(K + 1, vocab)`` scores, numpy or torch or any array-API array: row i
+            scores the token after the first i drafts.
+
+    Returns:
+        ``(accept_tokens, num_correct_drafts)``: the longest prefix of the drafts that matches,
+        followed by one token of the target's own (the correction, or the bonus token when every
+        draft stood); and the length of that prefix.
+
+    Raises:
+        ValueError: The shapes don't fit, a row holds a NaN, or the row that decides the last token
+            leaves none (every score is -inf).
+
+    >>> import numpy as np
+    >>> rows = np.eye(5)[[3, 1, 4]]  # the target wants 3, then 1, then 4
+    >>> verify_drafts([3, 2], rows)
+    ([3, 1], 1)
+    """
+    drafts = [int(token) for token in draft_tokens]
+    shape = tuple(target_logits.shape)
+    if len(shape) != 2 or shape[0] != len(drafts) + 1 or shape[1] == 0:
+        raise ValueError(
+            f"{len(drafts)} draft tokens need logits of shape ({len(drafts) + 1}, vocab), "
+            f"one row more than drafts, but the shape is {shape}"
+        )
+    choices, scores = pick(target_logits)
+    num_correct = 0
+    for draft, choice in zip(drafts, choices, strict=False):
+        if draft != choice:
+            break
+        num_correct += 1
+    if scores[num_correct] == -math.inf:
+        raise ValueError(f"row {num_correct} leaves no token: every score is -inf")
+    return choices[: num_correct + 1], num_correct
