@@ -1,0 +1,61 @@
+"""Lossless speculative decoding across runtimes.
+
+::
+
+    from specdec import SpeculativeDecoder
+    from specdec.backends import HFBackend, LlamaCppBackend
+
+    decoder = SpeculativeDecoder(
+        target=HFBackend("Qwen/Qwen3-8B", dtype="bfloat16"),
+        draft=LlamaCppBackend("qwen3-0.6b-q8_0.gguf"),
+    )
+    print(decoder.generate("Once upon a time,", max_new_tokens=100).text)
+"""
+
+from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.decoder import GenerateOptions, GenerationResult, SpeculativeDecoder, TokenStream
+from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
+from specdec.errors import (
+    BackendError,
+    ContextFullError,
+    CropError,
+    MissingRuntimeError,
+    RuntimeFailure,
+    SpecdecError,
+    TokenIdError,
+    VocabularyMismatchError,
+)
+from specdec.stats import Stats
+from specdec.stopping import FinishReason, TokenEvent
+from specdec.verify import verify_drafts
+from specdec.vocab import Message, Prompt, Vocabulary
+
+__all__ = [
+    "BackendError",
+    "Cache",
+    "ContextFullError",
+    "CropError",
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerationResult",
+    "Logits",
+    "Message",
+    "MissingRuntimeError",
+    "ModelBackend",
+    "ModelDrafter",
+    "Prompt",
+    "RuntimeFailure",
+    "Span",
+    "SpecdecError",
+    "SpeculativeDecoder",
+    "Stats",
+    "TokenEvent",
+    "TokenIdError",
+    "TokenStream",
+    "Vocabulary",
+    "VocabularyMismatchError",
+    "verify_drafts",
+]

@@ -1,0 +1,323 @@
+"""The loop: draft, verify, commit, roll back."""
+
+import operator
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, TypedDict, Unpack, cast
+
+from specdec.backend import Cache, ModelBackend, Span
+from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
+from specdec.errors import ContextFullError
+from specdec.prefill import Progress, prefill
+from specdec.stats import Stats
+from specdec.stopping import FinishReason, Output, TokenEvent
+from specdec.verify import verify_drafts
+from specdec.vocab import Prompt, encode_prompt
+
+__all__ = ["GenerateOptions", "GenerationResult", "SpeculativeDecoder", "TokenStream"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What may be asked of a generation.
+
+    Attributes:
+        max_new_tokens: The most tokens to put out. Default 256.
+        stop: One or several strings that end the text and are not part of it. The earliest in the
+            text wins. Default none.
+        stop_token_ids: Ids that end the text like an EOS. Default none.
+    """
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """What a generation put out.
+
+    Attributes:
+        text: The new text, without special tokens.
+        token_ids: The new ids, with the EOS or stop id that ended them.
+        finish_reason: ``"eos"``, ``"stop"`` (a stop string or id), ``"length"`` (all that was asked
+            for) or ``"context"`` (the target's context is full).
+        stats: Counters and times.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One sequence in the loop. Between rounds its target cache holds ``len(ids) - 1`` tokens."""
+
+    ids: list[int]
+    output: Output
+    stats: Stats
+    drafter: Drafter | None  # None: decode it plainly, for the reason in the statistics
+    cache: Cache = field(init=False)
+    draft_state: Any = field(init=False)
+
+    def commit(self, tokens: Sequence[int], num_correct: int) -> None:
+        """Append accepted tokens up to the first stop; what lies behind it is dropped."""
+        for index, token in enumerate(tokens):
+            self.ids.append(token)
+            if not self.output.add(token, from_draft=index < num_correct):
+                break
+
+    def result(self) -> GenerationResult:
+        output = self.output
+        self.stats.completion_tokens = len(output.token_ids)
+        reason = cast("FinishReason", output.finish_reason)
+        return GenerationResult(output.text, output.token_ids, reason, self.stats)
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """The tokens of one generation as they come. Closing it early leaves the decoder as new.
+
+    Attributes:
+        result: The whole generation, once the last event is out; None before.
+    """
+
+    def __init__(self, events: Generator[TokenEvent, None, GenerationResult]) -> None:
+        self.result: GenerationResult | None = None
+        self._events = events
+
+    def __next__(self) -> TokenEvent:
+        try:
+            return next(self._events)
+        except StopIteration as end:
+            self.result = self.result or end.value
+            raise
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self._events.close()
+
+
+class SpeculativeDecoder:
+    """Decodes with a target model, sped up by drafts that cannot change what comes out.
+
+    Args:
+        target: The model whose output is wanted.
+        draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
+            ``Drafter``, or None for plain decoding.
+        num_draft_tokens: The most tokens to draft per round; 0 is plain decoding.
+        progress: Called with ``(done, total)`` ids while the target reads a prompt.
+
+    Raises:
+        VocabularyMismatchError: Target and draft have different tokenizers.
+    """
+
+    def __init__(
+        self,
+        target: ModelBackend,
+        draft: ModelBackend | Drafter | None = None,
+        *,
+        num_draft_tokens: int = 5,
+        progress: Progress | None = None,
+    ) -> None:
+        if not isinstance(target, ModelBackend):
+            raise TypeError(f"target must be a ModelBackend, not {type(target).__name__}")
+        if isinstance(draft, ModelBackend):
+            draft = ModelDrafter(draft, target.vocab)
+        elif draft is not None and not isinstance(draft, Drafter):
+            raise TypeError(f"draft must be a backend or a Drafter, not {type(draft).__name__}")
+        self.target = target
+        self.drafter = draft
+        self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
+        self._progress = progress
+        # Ids past the tokenizer's table pad the logits; cutting them off keeps them from the text.
+        self._num_tokens = len(target.vocab.tokens)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
+        """Continue one prompt.
+
+        Args:
+            prompt: Text, ids, or chat messages (``{"role": ..., "content": ...}``).
+            **options: See ``GenerateOptions``.
+
+        Raises:
+            ValueError: A value is out of range, the prompt is empty or longer than the context.
+            TypeError: A value is of the wrong type, or there is no such option.
+            BackendError: A runtime failed; the decoder can be used again.
+        """
+        return self.generate_batch([prompt], **options)[0]
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
+        """Continue one prompt, token by token. Arguments and errors as in ``generate``."""
+        sequence = self._sequence(prompt, **options)
+
+        def events() -> Generator[TokenEvent, None, GenerationResult]:
+            for _ in self._rounds([sequence], max_batch=1):
+                yield from sequence.output.take()
+            return sequence.result()
+
+        return TokenStream(events())
+
+    def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_batch: int = 8,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerationResult]:
+        """Continue several prompts together; each result is what ``generate`` gives it alone.
+
+        Args:
+            prompts: The prompts; results come in their order.
+            max_batch: The most sequences in one forward. A waiting one joins when one is done.
+            **options: See ``GenerateOptions``; they hold for every prompt.
+
+        Raises as ``generate`` does.
+        """
+        _at_least(1, max_batch=max_batch)
+        sequences = [self._sequence(prompt, **options) for prompt in prompts]
+        deque(self._rounds(sequences, max_batch), maxlen=0)
+        return [sequence.result() for sequence in sequences]
+
+    def _sequence(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+    ) -> _Sequence:
+        """Check every argument before any work."""
+        vocab, limit = self.target.vocab, self.target.max_context
+        _at_least(0, max_new_tokens=max_new_tokens)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise ValueError(f"a stop string is a text of at least one character: {stops}")
+        for token in stop_token_ids:
+            if not 0 <= token < vocab.size:
+                raise ValueError(f"stop id {token} is outside the vocabulary of {vocab.size} ids")
+        ids = encode_prompt(vocab, prompt)
+        if len(ids) > limit:
+            raise ContextFullError(
+                f"the prompt has {len(ids)} tokens and the target's context is {limit}: "
+                "shorten the prompt or load the target with a longer context"
+            )
+        output = Output(vocab, max_new_tokens, stop=stops, stop_token_ids=stop_token_ids)
+        if self.drafter is None:
+            reason = "no draft was given"
+        elif self.num_draft_tokens == 0:
+            reason = "num_draft_tokens is 0"
+        elif min(max_new_tokens, limit + 1 - len(ids)) < 2:
+            reason = "there was room for one new token only, which needs no draft"
+        else:
+            reason = None
+        stats = Stats(prompt_tokens=len(ids), reason=reason)
+        return _Sequence(ids, output, stats, None if reason else self.drafter)
+
+    def _rounds(self, sequences: Iterable[_Sequence], max_batch: int) -> Iterator[None]:
+        """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
+        waiting = deque(s for s in sequences if s.output.finish_reason is None)
+        active: list[_Sequence] = []
+        try:
+            while waiting or active:
+                while waiting and len(active) < max_batch:
+                    self._open(waiting[0])
+                    active.append(waiting.popleft())
+                self._round(active)
+                yield
+                for sequence in active:
+                    if sequence.output.finish_reason:
+                        self._close(sequence)
+                active = [s for s in active if s.output.finish_reason is None]
+        finally:
+            for sequence in active:
+                self._close(sequence)
+
+    def _open(self, sequence: _Sequence) -> None:
+        """Read the prompt, all but its last id, so that the first round is like every other."""
+        started = perf_counter()
+        sequence.cache = self.target.new_cache()
+        try:
+            prefill(self.target, sequence.cache, sequence.ids[:-1], self._progress)
+            if sequence.drafter is not None:
+                sequence.draft_state = sequence.drafter.open(sequence.ids)
+        except BaseException:
+            sequence.cache.close()
+            raise
+        sequence.stats.prefill_seconds = perf_counter() - started
+
+    def _close(self, sequence: _Sequence) -> None:
+        sequence.cache.close()
+        if sequence.drafter is not None:
+            sequence.drafter.close(sequence.draft_state)
+
+    def _round(self, active: Sequence[_Sequence]) -> None:
+        """Draft, verify, commit, roll back: one target forward for all of ``active``."""
+        started = perf_counter()
+        drafts = self._propose(active)
+        drafted = perf_counter()
+
+        batch = [
+            Span(sequence.cache, [sequence.ids[-1], *draft.token_ids], len(draft.token_ids) + 1)
+            for sequence, draft in zip(active, drafts, strict=True)
+        ]
+        verdicts = [
+            verify_drafts(draft.token_ids, logits[:, : self._num_tokens])
+            for draft, logits in zip(drafts, self.target.forward(batch), strict=True)
+        ]
+        verified = perf_counter()
+
+        for sequence, draft, (tokens, num_correct) in zip(active, drafts, verdicts, strict=True):
+            sequence.commit(tokens, num_correct)
+            sequence.stats.count_round(draft, num_correct)
+            if len(sequence.ids) > self.target.max_context:
+                sequence.output.finish("context")
+        committed = perf_counter()
+
+        for sequence in active:
+            self.target.crop(sequence.cache, len(sequence.ids) - 1)
+            if sequence.drafter is not None:
+                sequence.drafter.commit(sequence.draft_state, sequence.ids)
+        rolled_back = perf_counter()
+
+        for sequence in active:
+            sequence.stats.count_seconds(
+                draft=(drafted - started) / len(active),
+                verify=(verified - drafted) / len(active),
+                host=(committed - verified) / len(active),
+                rollback=(rolled_back - committed) / len(active),
+            )
+
+    def _propose(self, active: Sequence[_Sequence]) -> list[Draft]:
+        """One draft per sequence, no longer than its budget and the target's context allow."""
+        drafts = [Draft([])] * len(active)
+        requests: dict[int, DraftRequest] = {}
+        for index, sequence in enumerate(active):
+            room = self.target.max_context - len(sequence.ids)
+            wanted = min(self.num_draft_tokens, sequence.output.remaining - 1, room)
+            if sequence.drafter is not None and wanted > 0:
+                requests[index] = DraftRequest(sequence.draft_state, sequence.ids, wanted)
+        if self.drafter is not None and requests:
+            answers = self.drafter.propose(list(requests.values()))
+            for (index, request), draft in zip(requests.items(), answers, strict=True):
+                if len(draft.token_ids) > request.num_tokens:
+                    raise ValueError(
+                        f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} tokens "
+                        f"where at most {request.num_tokens} were asked for"
+                    )
+                drafts[index] = draft
+        return drafts
+
+
+def _at_least(limit: int, **named: int) -> int:
+    """The one value in ``named``, if it is a whole number of at least ``limit``."""
+    ((name, value),) = named.items()
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
+    if number < limit:
+        raise ValueError(f"{name} must be at least {limit}, not {number}")
+    return number

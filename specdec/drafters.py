@@ -1,0 +1,145 @@
+"""Where drafts come from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from typing_extensions import override
+
+from specdec.backend import Cache, ModelBackend, Span
+from specdec.prefill import prefill
+from specdec.verify import pick
+from specdec.vocab import Vocabulary, shared_ids
+
+__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter"]
+
+
+class DraftRequest(NamedTuple):
+    """One sequence that wants drafts."""
+
+    state: Any  # what the drafter's own ``open`` returned for it
+    ids: Sequence[int]  # prompt and output so far; read it, don't keep or change it
+    num_tokens: int  # at least 1: the most ids to propose
+
+
+class Draft(NamedTuple):
+    """A drafter's answer to a request."""
+
+    token_ids: list[int]  # 0 to num_tokens ids
+    forward_ct: int = 0  # draft-model forwards that it took
+    reason: str | None = None  # why fewer were proposed than could be, for the statistics
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes ids for sequences that the target decodes.
+
+    Nothing that a drafter does can change the output; a good one makes it come sooner. The decoder
+    opens each sequence, then alternates ``propose`` and ``commit``, and closes it, also after an
+    exception. Inherit for the defaults: a drafter without memory is ``propose`` alone.
+    """
+
+    def open(self, prompt_ids: Sequence[int]) -> Any:
+        """Start a sequence; returns the state that its requests will carry."""
+        return None
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft for every request, in order."""
+        ...
+
+    def commit(self, state: Any, ids: Sequence[int]) -> None:
+        """Hear what stood: ``ids`` is the sequence after the round."""
+
+    def close(self, state: Any) -> None:
+        """Give back what the sequence holds."""
+
+
+@dataclass(slots=True)
+class _State:
+    """The draft model's side of one sequence: its cache is a prefix of ids + draft."""
+
+    cache: Cache
+    reason: str | None = None
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a smaller model, greedily, K forwards for K tokens.
+
+    The last proposal of a round is fed only if it stood, as the first of two ids of the next
+    round's first forward.
+
+    Args:
+        backend: The draft model.
+        target_vocab: The target's vocabulary. An id that means something else in the draft is
+            never proposed.
+
+    Raises:
+        VocabularyMismatchError: The two models have different tokenizers.
+    """
+
+    def __init__(self, backend: ModelBackend, target_vocab: Vocabulary) -> None:
+        self.backend = backend
+        self._shared = shared_ids(target_vocab, backend.vocab)
+
+    @override
+    def open(self, prompt_ids: Sequence[int]) -> _State:
+        """Read the prompt, all but its last id, unless the draft can't follow it."""
+        state = _State(self.backend.new_cache())
+        try:
+            prefill(self.backend, state.cache, self._unread(state, prompt_ids)[:-1])
+        except BaseException:
+            state.cache.close()
+            raise
+        return state
+
+    @override
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft in step: one forward per position over all sequences that still draft."""
+        tokens: list[list[int]] = [[] for _ in requests]
+        forwards = [0] * len(requests)
+        live: list[tuple[int, Cache, Sequence[int], int]] = []
+        for index, (state, ids, wanted) in enumerate(requests):
+            if unread := self._unread(state, ids):
+                # Every proposal but the last is fed, so n of them fill len(ids) + n - 1 slots.
+                room = self.backend.max_context + 1 - len(ids)
+                live.append((index, state.cache, unread, min(wanted, room)))
+        while live:
+            batch = [Span(cache, fed, 1) for _, cache, fed, _ in live]
+            rows = self.backend.forward(batch)
+            going: list[tuple[int, Cache, Sequence[int], int]] = []
+            for (index, cache, _, wanted), row in zip(live, rows, strict=True):
+                forwards[index] += 1
+                token = pick(row)[0][0]
+                if token in self._shared:
+                    tokens[index].append(token)
+                    if wanted > 1:
+                        going.append((index, cache, [token], wanted - 1))
+            live = going
+        return [
+            Draft(draft, forward_ct, request.state.reason)
+            for draft, forward_ct, request in zip(tokens, forwards, requests, strict=True)
+        ]
+
+    @override
+    def commit(self, state: _State, ids: Sequence[int]) -> None:
+        """Roll back to what stood."""
+        if len(state.cache) >= len(ids):
+            self.backend.crop(state.cache, len(ids) - 1)
+
+    @override
+    def close(self, state: _State) -> None:
+        """Give the cache back."""
+        state.cache.close()
+
+    def _unread(self, state: _State, ids: Sequence[int]) -> Sequence[int]:
+        """The ids that the draft has yet to read; none, for a reason, once it can't follow."""
+        unread = ids[len(state.cache) :]
+        limit, size = self.backend.max_context, self.backend.vocab.size
+        if state.reason is None and len(ids) > limit:
+            state.reason = (
+                f"the draft's context of {limit} tokens is full: "
+                "load the draft with a longer one to keep drafting"
+            )
+        elif state.reason is None and max(unread) >= size:
+            state.reason = f"the text holds id {max(unread)} and the draft knows {size} ids only"
+        return unread if state.reason is None else []

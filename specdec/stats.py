@@ -1,0 +1,106 @@
+"""What a generation cost and what speculation brought, in SGLang's names."""
+
+from dataclasses import dataclass, field
+
+from specdec.drafters import Draft
+
+__all__ = ["Stats"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters and times of one sequence.
+
+    A *round* is a target forward that checks at least one draft token; a forward without drafts is
+    a plain step. Drafts are counted as they were compared, before a stop cuts the text.
+
+    Attributes:
+        prompt_tokens: Ids of the prompt.
+        completion_tokens: New ids that were put out.
+        verify_ct: Rounds.
+        target_forward_ct: Target forwards after the prompt: rounds and plain steps.
+        draft_forward_ct: Draft-model forwards after the prompt.
+        num_proposed_drafts: Draft tokens that the target checked.
+        num_correct_drafts: Those that stood.
+        accept_histogram: ``accept_histogram[n]`` is the number of rounds in which n drafts stood.
+        prefill_seconds: Reading the prompt, by both models.
+        draft_seconds: Proposing.
+        verify_seconds: Target forwards, comparison included.
+        rollback_seconds: Cutting the caches back.
+        host_seconds: The rest of the rounds: the loop's own work.
+        reason: Why nothing, or from some point on nothing more, was drafted. None if all was well.
+
+    Sequences that decode together share their forwards; each is charged an equal part of the time.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    verify_ct: int = 0
+    target_forward_ct: int = 0
+    draft_forward_ct: int = 0
+    num_proposed_drafts: int = 0
+    num_correct_drafts: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    rollback_seconds: float = 0.0
+    host_seconds: float = 0.0
+    reason: str | None = None
+
+    @property
+    def speculative(self) -> bool:
+        """Whether any draft was checked."""
+        return self.verify_ct > 0
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean tokens that a round brings: the drafts that stood and the target's own one.
+
+        Equals ``completion_tokens / verify_ct`` when there were no plain steps and no stop cut a
+        round short. None without rounds.
+        """
+        return 1 + self.num_correct_drafts / self.verify_ct if self.verify_ct else None
+
+    @property
+    def accept_rate(self) -> float | None:
+        """Part of the checked drafts that stood. None when nothing was proposed."""
+        if not self.num_proposed_drafts:
+            return None
+        return self.num_correct_drafts / self.num_proposed_drafts
+
+    @property
+    def decode_seconds(self) -> float:
+        """All time after the prompt."""
+        return self.draft_seconds + self.verify_seconds + self.rollback_seconds + self.host_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second of decoding, without the prompt. None before the first."""
+        return self.completion_tokens / self.decode_seconds if self.decode_seconds else None
+
+    def count_round(self, draft: Draft, num_correct: int) -> None:
+        """Enter one target forward that checked ``draft``, of which ``num_correct`` ids stood."""
+        self.target_forward_ct += 1
+        self.draft_forward_ct += draft.forward_ct
+        self.reason = draft.reason or self.reason
+        if draft.token_ids:
+            self.verify_ct += 1
+            self.num_proposed_drafts += len(draft.token_ids)
+            self.num_correct_drafts += num_correct
+            missing = num_correct + 1 - len(self.accept_histogram)
+            self.accept_histogram += [0] * missing  # none when negative
+            self.accept_histogram[num_correct] += 1
+
+    def count_seconds(self, *, draft: float, verify: float, rollback: float, host: float) -> None:
+        """Enter this sequence's part of a round's time."""
+        self.draft_seconds += draft
+        self.verify_seconds += verify
+        self.rollback_seconds += rollback
+        self.host_seconds += host
+
+    def as_dict(self) -> dict[str, object]:
+        """Every counter, time and derived figure, ready for JSON."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        derived = ("speculative", "accept_length", "accept_rate", "tokens_per_second")
+        return fields | {name: getattr(self, name) for name in derived}
