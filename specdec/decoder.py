@@ -71,10 +71,12 @@ class _Sequence:
                 break
 
     def result(self) -> GenerationResult:
-        output = self.output
-        self.stats.completion_tokens = len(output.token_ids)
+        output, stats = self.output, self.stats
+        stats.completion_tokens = len(output.token_ids)
+        if not stats.speculative and stats.reason is None:
+            stats.reason = "the drafter proposed nothing"
         reason = cast("FinishReason", output.finish_reason)
-        return GenerationResult(output.text, output.token_ids, reason, self.stats)
+        return GenerationResult(output.text, output.token_ids, reason, stats)
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -272,7 +274,8 @@ class SpeculativeDecoder:
         for sequence, draft, (tokens, num_correct) in zip(active, drafts, verdicts, strict=True):
             sequence.commit(tokens, num_correct)
             sequence.stats.count_round(draft, num_correct)
-            if len(sequence.ids) > self.target.max_context:
+            full = len(sequence.ids) > self.target.max_context
+            if full and sequence.output.finish_reason is None:
                 sequence.output.finish("context")
         committed = perf_counter()
 

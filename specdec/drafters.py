@@ -49,9 +49,11 @@ class Drafter(Protocol):
 
     def commit(self, state: Any, ids: Sequence[int]) -> None:
         """Hear what stood: ``ids`` is the sequence after the round."""
+        return
 
     def close(self, state: Any) -> None:
         """Give back what the sequence holds."""
+        return
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class ModelDrafter(Drafter):
     def __init__(self, backend: ModelBackend, target_vocab: Vocabulary) -> None:
         self.backend = backend
         self._shared = shared_ids(target_vocab, backend.vocab)
+        self._num_tokens = min(len(target_vocab.tokens), len(backend.vocab.tokens))
 
     @override
     def open(self, prompt_ids: Sequence[int]) -> _State:
@@ -109,7 +112,7 @@ class ModelDrafter(Drafter):
             going: list[tuple[int, Cache, Sequence[int], int]] = []
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
-                token = pick(row)[0][0]
+                token = pick(row[:, : self._num_tokens])[0][0]
                 if token in self._shared:
                     tokens[index].append(token)
                     if wanted > 1:

@@ -1,7 +1,7 @@
 """Which drafted tokens stand: pure functions over the target's rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -45,7 +45,7 @@ def pick(rows: Logits) -> tuple[list[int], list[float]]:
     return best.tolist(), peaks
 
 
-def verify_drafts(draft_tokens: Sequence[int], target_logits: Logits) -> tuple[list[int], int]:
+def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[list[int], int]:
     """Keep the drafts that the target would have picked itself, and add the target's next token.
 
     The target's pick at each position is the argmax of its row, so the result never depends on

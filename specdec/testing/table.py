@@ -127,10 +127,10 @@ class TableBackend:
             ids.extend(tokens)
             self.fed_ct += len(tokens)
             self.row_ct += num_logits
-            start = len(ids) - num_logits
-            last = ids[start:]
-            before = [ids[max(0, at - 1)] for at in range(start, len(ids))]
-            rows.append(self.table[before, last])
+            known = len(self.table)  # padding ids are fed as if they were the first tokens again
+            ends = range(len(ids) - num_logits, len(ids))
+            before = [ids[max(0, end - 1)] % known for end in ends]
+            rows.append(self.table[before, [ids[end] % known for end in ends]])
         return rows
 
     def crop(self, cache: Cache, length: int) -> None:
