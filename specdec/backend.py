@@ -29,7 +29,7 @@ class Cache(Protocol):
 class Span(NamedTuple):
     """One sequence's part of a forward."""
 
-    cache: Cache
+    cache: Any  # from the backend's own new_cache, so it knows the type
     tokens: Sequence[int]  # at least one; appended to the cache
     num_logits: int  # rows wanted, for the last so many of the tokens; 0 while reading a prompt
 

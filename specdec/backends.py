@@ -5,6 +5,8 @@
 bundled ones and those of other packages alike.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -15,28 +17,23 @@ if TYPE_CHECKING:
     from specdec_hf import HFBackend as HFBackend
     from specdec_llama_cpp import LlamaCppBackend as LlamaCppBackend
 
-__all__ = ["HFBackend", "LlamaCppBackend", "load_backend"]
+__all__ = ["HFBackend", "LlamaCppBackend", "backend_names", "load_backend"]
 
 GROUP = "specdec.backends"
-
-# class -> (import package, what to install)
-BUNDLED = {
-    "HFBackend": ("specdec_hf", "hf"),
-    "LlamaCppBackend": ("specdec_llama_cpp", "llama-cpp"),
-}
+PACKAGES = {"HFBackend": "specdec_hf", "LlamaCppBackend": "specdec_llama_cpp"}
+EXTRAS = {"torch": "hf", "transformers": "hf", "llama_cpp": "llama-cpp"}  # runtime -> our extra
 
 
 def __getattr__(name: str) -> Any:
-    if name not in BUNDLED:
+    if name not in PACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package, extra = BUNDLED[name]
-    try:
-        return getattr(import_module(package), name)
-    except ModuleNotFoundError as error:
-        raise MissingRuntimeError(
-            f"{name} needs the module {error.name!r}, which isn't installed: "
-            f"install specdec-llm with its extra [{extra}]"
-        ) from error
+    with _saying_what_to_install(name):
+        return getattr(import_module(PACKAGES[name]), name)
+
+
+def backend_names() -> list[str]:
+    """The names under which installed packages offer backends."""
+    return sorted(point.name for point in entry_points(group=GROUP))
 
 
 def load_backend(name: str) -> Any:
@@ -46,14 +43,20 @@ def load_backend(name: str) -> Any:
         ValueError: No package offers it; the text lists what there is.
         MissingRuntimeError: Its runtime isn't installed.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        known = ", ".join(sorted(found)) or "none"
-        raise ValueError(f"no backend is called {name!r}; installed are: {known}")
+    for point in entry_points(group=GROUP, name=name):
+        with _saying_what_to_install(f"the backend {name!r}"):
+            return point.load()
+    known = ", ".join(backend_names()) or "none"
+    raise ValueError(f"no backend is called {name!r}; installed are: {known}")
+
+
+@contextmanager
+def _saying_what_to_install(who: str) -> Iterator[None]:
     try:
-        return found[name].load()
+        yield
     except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        remedy = f"install specdec-llm with its extra [{extra}]" if extra else "install it"
         raise MissingRuntimeError(
-            f"the backend {name!r} needs the module {error.name!r}, which isn't installed: "
-            f"install it, or specdec-llm with its extra [{name}]"
+            f"{who} needs the module {error.name!r}, which isn't installed: {remedy}"
         ) from error

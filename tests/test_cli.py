@@ -1,0 +1,113 @@
+"""The command line, as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The real thing, in its own process."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    return subprocess.run(
+        [sys.executable, "-m", "specdec", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_llama: Any, tiny_draft: Any) -> list[str]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("llama_cpp")
+    return ["--target-model", str(tiny_llama.folder), "--draft-model", str(tiny_draft.gguf)]
+
+
+def test_prints_the_text_and_what_speculation_brought(pair: list[str]) -> None:
+    done = run("generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    *_, last = done.stdout.splitlines()
+    for word in ("accept_length", "accept_rate", "target forwards", "tokens/s"):
+        assert word in last
+
+
+def test_json_is_one_object_with_the_results_own_words(pair: list[str]) -> None:
+    options = ["generate", *pair, "--max-new-tokens", "20", "--json", "--prompt"]
+    done, piped = run(*options, "the sea"), run(*options, "-", text="the sea")
+    printed = json.loads(done.stdout)
+    assert {"text", "token_ids", "finish_reason", "stats", "target", "draft"} <= set(printed)
+    assert len(printed["token_ids"]) == printed["stats"]["completion_tokens"] == 20
+    assert printed["stats"]["accept_length"] >= 1
+    assert printed["target"]["runtime"] == "transformers"
+    assert printed["draft"]["runtime"] == "llama.cpp"
+    assert json.loads(piped.stdout)["text"] == printed["text"]
+
+
+def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
+    runner = CliRunner()
+    common = ["generate", *pair[:2], "--prompt", "the sea", "--max-new-tokens", "12", "--json"]
+    texts = []
+    for draft in (pair[2:], ["--draft-model", "none"], [], [pair[2], f"llama-cpp:{pair[3]}"]):
+        result = runner.invoke(app, [*common, *draft])
+        assert result.exit_code == 0, result.output
+        texts.append(json.loads(result.stdout.splitlines()[-1])["text"])
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-model", "no/such/folder/here"], "no/such/folder/here"),
+        (["--target-model", "missing.gguf"], "missing.gguf"),
+        (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
+        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
+        (["--stop", ""], "at least one character"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(
+    tiny_llama: Any, arguments: list[str], message: str
+) -> None:
+    pytest.importorskip("llama_cpp")
+    if not {"--target-model", "--draft-model"} & set(arguments):
+        arguments = ["--target-model", str(tiny_llama.gguf), *arguments]
+    done = run("generate", "--prompt", "hi", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    pytest.importorskip("llama_cpp")
+    done = run("generate", "--prompt", "hi", "--target-model", "missing.gguf", "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_help_names_the_commands_and_the_options() -> None:
+    assert "generate" in run("--help").stdout
+    assert "--target-model" in run("generate", "--help").stdout
+
+
+def test_the_embedded_default(smollm2_gguf: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("llama_cpp")
+    done = run("generate", "--prompt", "The capital of France is", "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    first, *text, last = done.stdout.splitlines()
+    assert "SmolLM2-135M" in first
+    assert "Paris" in "\n".join(text)
+    assert "accept_length" in last

@@ -1,0 +1,166 @@
+"""Real pairs: whatever drafts for whatever, the output is the target's own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from specdec import GenerationResult, ModelBackend, SpeculativeDecoder
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("llama_cpp")
+
+from specdec.backends import HFBackend, LlamaCppBackend  # noqa: E402 - needs both runtimes
+
+PROMPTS = ["the theatre and the sea", "in", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_llama: Any, tiny_draft: Any) -> Iterator[dict[str, ModelBackend]]:
+    with (
+        LlamaCppBackend(tiny_llama.gguf, n_threads=1) as target,
+        LlamaCppBackend(tiny_draft.gguf, n_threads=1) as draft,
+    ):
+        yield {
+            "hf target": HFBackend(tiny_llama.folder),
+            "hf draft": HFBackend(tiny_draft.folder),
+            "gguf target": target,
+            "gguf draft": draft,
+        }
+
+
+def outcome(result: GenerationResult) -> tuple[list[int], str, str]:
+    return result.token_ids, result.text, result.finish_reason
+
+
+@pytest.mark.parametrize("draft", ["hf draft", "gguf draft", "hf target", "gguf target"])
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_every_mix_gives_the_targets_own_output(
+    tiny: dict[str, ModelBackend], target: str, draft: str
+) -> None:
+    """The last two drafts are the target's twin in either runtime, once the very same object."""
+    plain = SpeculativeDecoder(tiny[target])
+    expected = [outcome(plain.generate(prompt, max_new_tokens=40)) for prompt in PROMPTS]
+    assert len({tuple(ids) for ids, _, _ in expected}) == len(PROMPTS)
+    rates: list[float] = []
+    for num_draft_tokens in range(1, 17):
+        decoder = SpeculativeDecoder(tiny[target], tiny[draft], num_draft_tokens=num_draft_tokens)
+        for prompt, wanted in zip(PROMPTS, expected, strict=True):
+            result = decoder.generate(prompt, max_new_tokens=40)
+            assert outcome(result) == wanted
+            rates.append(result.stats.accept_rate or 0.0)
+    if "target" in draft:
+        assert set(rates) == {1.0}
+    else:
+        assert 0 < sum(rates) / len(rates) < 1
+
+
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_a_batch_is_its_single_runs(tiny: dict[str, ModelBackend], target: str) -> None:
+    for draft in ("hf draft", "gguf draft", target):
+        decoder = SpeculativeDecoder(tiny[target], tiny[draft], num_draft_tokens=3)
+        alone = [decoder.generate(prompt, max_new_tokens=30) for prompt in PROMPTS]
+        together = decoder.generate_batch(PROMPTS, max_new_tokens=30, max_batch=2)
+        assert [outcome(r) for r in together] == [outcome(r) for r in alone]
+        assert [r.stats.accept_histogram for r in together] == [
+            r.stats.accept_histogram for r in alone
+        ]
+
+
+def test_both_runtimes_put_out_the_same(tiny: dict[str, ModelBackend]) -> None:
+    for prompt in PROMPTS:
+        hf, gguf = (
+            SpeculativeDecoder(tiny[name]).generate(prompt, max_new_tokens=60)
+            for name in ("hf target", "gguf target")
+        )
+        assert outcome(hf) == outcome(gguf)
+
+
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_the_context_ends_for_both_at_their_last_slot(
+    make_tiny_llama: Any, tiny: dict[str, ModelBackend], target: str
+) -> None:
+    short = make_tiny_llama(max_context=40)
+    backend: Any = HFBackend(short.folder) if "hf" in target else LlamaCppBackend(short.gguf)
+    plain = SpeculativeDecoder(backend).generate("the sea")
+    assert plain.finish_reason == "context"
+    assert len(plain.token_ids) + plain.stats.prompt_tokens == 41
+    for draft in (tiny["hf draft"], tiny["gguf draft"], backend):
+        result = SpeculativeDecoder(backend, draft, num_draft_tokens=4).generate("the sea")
+        assert outcome(result) == outcome(plain)
+    long = tiny["hf target"]
+    result = SpeculativeDecoder(long, backend).generate("the sea", max_new_tokens=80)
+    assert outcome(result) == outcome(
+        SpeculativeDecoder(long).generate("the sea", max_new_tokens=80)
+    )
+    assert "draft's context of 40 tokens is full" in str(result.stats.reason)
+
+
+def test_a_stream_closed_early_leaves_both_runtimes_as_new(tiny: dict[str, ModelBackend]) -> None:
+    for target, draft in (("hf target", "gguf draft"), ("gguf target", "hf draft")):
+        decoder = SpeculativeDecoder(tiny[target], tiny[draft])
+        expected = outcome(decoder.generate(PROMPTS[0], max_new_tokens=20))
+        for number in range(6):
+            stream = decoder.stream(PROMPTS[0], max_new_tokens=20)
+            for _ in range(number):
+                next(stream)
+            stream.close()
+            assert outcome(decoder.generate(PROMPTS[0], max_new_tokens=20)) == expected
+
+
+def test_chat_messages_go_through_the_targets_template_once(tiny: dict[str, ModelBackend]) -> None:
+    messages = [{"role": "user", "content": "the sea?"}]
+    text = "<|im_start|>user\nthe sea?<|im_end|>\n<|im_start|>assistant\n"
+    for target in ("hf target", "gguf target"):
+        decoder = SpeculativeDecoder(tiny[target], tiny["gguf draft"])
+        result = decoder.generate(messages, max_new_tokens=9)
+        assert result.token_ids == decoder.generate(text, max_new_tokens=9).token_ids
+
+
+SMOL_PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village by the sea,",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_gguf: Any) -> HFBackend:
+    return HFBackend(smollm2_gguf, dtype="float32")
+
+
+def test_smollm2_equals_transformers_own_decoding(smollm2: HFBackend, smollm2_gguf: Any) -> None:
+    """Greedy and assisted ``generate`` of transformers, and every kind of draft of ours."""
+    model, encode = smollm2.model, smollm2.vocab.encode
+    assert encode is not None
+    with LlamaCppBackend(smollm2_gguf) as draft:
+        decoders = [
+            SpeculativeDecoder(smollm2, draft, num_draft_tokens=7),
+            SpeculativeDecoder(smollm2, draft, num_draft_tokens=2),
+            SpeculativeDecoder(smollm2),
+        ]
+        for prompt in SMOL_PROMPTS:
+            ids = torch.tensor([encode(prompt)])
+            options: dict[str, Any] = {
+                "attention_mask": torch.ones_like(ids),
+                "max_new_tokens": 32,
+                "do_sample": False,
+                "pad_token_id": 2,
+            }
+            (expected,) = model.generate(ids, **options)[:, ids.shape[1] :].tolist()
+            assisted = model.generate(ids, assistant_model=model, **options)
+            assert assisted[0, ids.shape[1] :].tolist() == expected
+            for decoder in decoders:
+                result = decoder.generate(prompt, max_new_tokens=32)
+                assert result.token_ids == expected
+            assert result.text == smollm2.tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_smollm2_drafted_by_its_own_quantisation(smollm2: HFBackend, smollm2_gguf: Any) -> None:
+    with LlamaCppBackend(smollm2_gguf) as draft:
+        decoder = SpeculativeDecoder(smollm2, draft, num_draft_tokens=7)
+        stats = decoder.generate(SMOL_PROMPTS[2], max_new_tokens=48).stats
+    assert stats.accept_length is not None
+    assert stats.accept_length > 3
+    assert stats.target_forward_ct < 16
