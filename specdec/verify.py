@@ -35,14 +35,19 @@ def pick(rows: Logits) -> tuple[list[int], list[float]]:
         ValueError: A row holds a NaN.
     """
     rows = on_host(rows)
-    xp = np if isinstance(rows, np.ndarray) else array_namespace(rows)
-    best = xp.argmax(rows, axis=-1)
+    if isinstance(rows, np.ndarray):
+        best = rows.argmax(axis=-1).tolist()
+        peaks = [rows.item(row, token) for row, token in enumerate(best)]
+    else:
+        xp = array_namespace(rows)
+        winners = xp.argmax(rows, axis=-1)
+        best = winners.tolist()
+        peaks = rows[xp.arange(len(best)), winners].tolist()
     # A row with a NaN has its NaN as the maximum, so looking at the winners is enough.
-    peaks: list[float] = rows[xp.arange(rows.shape[0]), best].tolist()
     for row, peak in enumerate(peaks):
         if math.isnan(peak):
             raise ValueError(f"row {row} of the logits holds a NaN: the model's output is broken")
-    return best.tolist(), peaks
+    return best, peaks
 
 
 def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[list[int], int]:
