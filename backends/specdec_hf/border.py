@@ -1,0 +1,118 @@
+"""What depends on the version of transformers (5.0 and later), and which models come in."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from specdec_hf.packed import ATTENTION
+
+__all__ = ["borrowed", "cache_keyword", "call", "check_model", "context_limit"]
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def _parameters(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """What a model calls its cache: ``past_key_values`` became ``cache`` on the way to 5.24."""
+    return "cache" if "cache" in _parameters(model) else "past_key_values"
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """The model, unless packed spans would compute it wrongly or not at all.
+
+    Raises:
+        TypeError: Naming the model's class and the reason.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{name} is no transformers model: give a plain PreTrainedModel, or a path")
+    reason = _why_not(model)
+    if reason:
+        raise TypeError(
+            f"{name} can't run here: {reason}. Supported are decoders whose layers are all "
+            "full_attention or sliding_attention and go through transformers' AttentionInterface"
+        )
+    return model
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    strange = sorted(set(layers or ()) - ATTENTION_LAYERS)
+    missing = {"position_ids", "logits_to_keep"} - _parameters(model)
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if strange:
+        return f"it has layers of type {', '.join(strange)}"
+    if getattr(model, "_is_stateful", False):
+        return "its layers are recurrent, and what they hold can't be taken back"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention layers don't go through AttentionInterface"
+    if not getattr(config, "is_causal", True) or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        return "its layers of type full_attention look ahead, or its positions aren't plain"
+    if getattr(config, "attention_chunk_size", None):
+        return "it has layers of type chunked_attention"
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
+        return "its layers share keys and values with each other"
+    if missing or model.get_output_embeddings() is None:
+        return f"it has no language-model head that takes {' and '.join(sorted(missing)) or 'rows'}"
+    return None
+
+
+def context_limit(config: PreTrainedConfig) -> int:
+    """The most positions that the model counts alike.
+
+    Some rotary embeddings ("longrope", "dynamic") change for all positions once a text is longer
+    than the training length. Beyond it keys already stored would be wrong, so that is the limit.
+    """
+    config = config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or 1 << 30
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            trained = kind.get("original_max_position_embeddings")
+            trained = trained or getattr(config, "original_max_position_embeddings", None)
+            limit = min(limit, trained or limit)
+    return int(limit)
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for key in config.sub_configs:
+        sub_config = getattr(config, key, None)
+        if sub_config is not None:
+            yield from _configs(sub_config)
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model attend by packed spans and in evaluation mode; leave it as it was."""
+    configs = list(_configs(model.config))  # parents first, since setting one sets its children
+    before = [config._attn_implementation for config in configs]
+    training = [module for module in model.modules() if module.training] if model.training else []
+    try:
+        for module in training:
+            module.training = False
+        for config in configs:
+            config._attn_implementation = ATTENTION
+        with torch.inference_mode():
+            yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+        for module in training:
+            module.training = True
+
+
+def call(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
+    """The logits of a forward."""
+    output = model(**arguments, use_cache=True, return_dict=True)
+    logits: torch.Tensor = output.logits
+    return logits
