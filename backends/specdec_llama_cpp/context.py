@@ -1,0 +1,199 @@
+"""llama.cpp's model, context and batch as objects that own their memory."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from specdec.errors import ContextFullError, RuntimeFailure
+from specdec_llama_cpp.log import borrowed_log
+
+__all__ = ["Context", "Model", "PackedTokens"]
+
+Int32Pointer = ctypes.POINTER(ctypes.c_int32)
+Int8Pointer = ctypes.POINTER(ctypes.c_int8)
+SequencePointer = ctypes.POINTER(Int32Pointer)
+
+
+class Model:
+    """The weights of a GGUF file. Freed when nobody holds it, its contexts included."""
+
+    def __init__(self, path: Path, *, n_gpu_layers: int, repack: bool, verbose: bool) -> None:
+        start_library()
+        parameters = lib.llama_model_default_params()
+        parameters.n_gpu_layers = n_gpu_layers
+        parameters.use_extra_bufts = repack
+        with borrowed_log(verbose=verbose) as errors:
+            pointer = lib.llama_model_load_from_file(str(path).encode(), parameters)
+        if not pointer:
+            raise RuntimeFailure(f"llama.cpp can't load {path}: {spoken(errors)}")
+        self.path = path
+        self.pointer = pointer
+        self.vocab = lib.llama_model_get_vocab(pointer)
+        self.vocab_size: int = lib.llama_vocab_n_tokens(self.vocab)
+        weakref.finalize(self, silently, lib.llama_model_free, pointer)
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the file's header, or None where it has none."""
+        buffer = ctypes.create_string_buffer(256)
+        size = lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode() if size >= 0 else None
+
+    def description(self) -> str:
+        """Architecture, size and quantisation, such as ``llama 256M Q4_1``."""
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.pointer, buffer, len(buffer))
+        return buffer.value.decode()
+
+
+class Context:
+    """Room for the keys and values of some sequences, and the rows of the last decode.
+
+    Rows are views that keep the context alive, so no late reader meets freed memory.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        parameters: Any,
+        *,
+        cells: int,
+        slots: int,
+        n_batch: int,
+        verbose: bool,
+    ) -> None:
+        parameters.n_ctx, parameters.n_seq_max = cells, slots
+        # llama.cpp aborts the process where a batch can't hold one token of every sequence.
+        parameters.n_batch = parameters.n_ubatch = max(n_batch, slots)
+        with borrowed_log(verbose=verbose) as errors:
+            pointer = lib.llama_init_from_model(model.pointer, parameters)
+        if not pointer:
+            raise RuntimeFailure(
+                f"llama.cpp can't make a context of {cells} tokens for {slots} sequences: "
+                f"{spoken(errors)}; close caches, load with a smaller n_ctx, or, where the model "
+                "doesn't allow flash attention, with flash_attention=False"
+            )
+        self.model = model
+        self.pointer = pointer
+        self.memory = lib.llama_get_memory(pointer)
+        self.cells, self.slots, self.verbose = cells, slots, verbose
+        weakref.finalize(self, silently, lib.llama_free, pointer)
+
+    def decode(self, piece: Any) -> None:
+        """Run the model over a batch. After an error the memory may hold a part of it."""
+        with borrowed_log(verbose=self.verbose) as errors:
+            code = lib.llama_decode(self.pointer, piece)
+        if code == 1:
+            raise ContextFullError(
+                f"llama.cpp found no room for {piece.n_tokens} tokens in a context of "
+                f"{self.cells}: close caches that aren't used"
+            )
+        if code != 0:
+            raise RuntimeFailure(
+                f"llama.cpp failed on {piece.n_tokens} tokens with code {code}: {spoken(errors)}"
+            )
+
+    def rows(self, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The logits of the last decode, in the order of its tokens: ``(count, vocab)``."""
+        width = self.model.vocab_size
+        start = ctypes.addressof(lib.llama_get_logits(self.pointer).contents)
+        buffer: Any = (ctypes.c_float * (count * width)).from_address(start)
+        buffer.owner = self
+        rows: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(buffer, np.float32)
+        return rows.reshape(count, width)
+
+    def length(self, slot: int) -> int:
+        """How many tokens the memory holds of a sequence."""
+        return int(lib.llama_memory_seq_pos_max(self.memory, slot)) + 1
+
+    def trim(self, slot: int, length: int) -> bool:
+        """Cut a sequence back; whether the memory now holds no more than ``length`` tokens."""
+        done = lib.llama_memory_seq_rm(self.memory, slot, length, -1)
+        return bool(done) and self.length(slot) <= length
+
+    def take_over(self, other: "Context", slot: int) -> None:
+        """Copy a sequence from another context of the same model, bit for bit."""
+        length = other.length(slot)
+        size = lib.llama_state_seq_get_size(other.pointer, slot)
+        state = np.empty(size, np.uint8)
+        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        with borrowed_log(verbose=self.verbose) as errors:
+            written = lib.llama_state_seq_get_data(other.pointer, data, size, slot)
+            read = written and lib.llama_state_seq_set_data(self.pointer, data, written, slot)
+        if not read or self.length(slot) != length:
+            raise RuntimeFailure(
+                f"llama.cpp can't move a sequence of {length} tokens to a context of "
+                f"{self.cells}: {spoken(errors)}"
+            )
+
+
+class PackedTokens:
+    """Tokens of several sequences in a row, laid out as ``llama_decode`` reads them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._allocate(512)
+
+    def _allocate(self, capacity: int) -> None:
+        self.ids, self.positions, self.slots = np.zeros((3, capacity), np.int32)
+        self.wanted = np.zeros(capacity, np.int8)
+        # Each token belongs to one sequence: a list of one slot, given by its address.
+        self._slot_counts = np.ones(capacity, np.int32)
+        addresses = self.slots.ctypes.data + self.slots.itemsize * np.arange(capacity)
+        self._slot_lists = addresses.astype(np.uintp)
+
+    def restart(self, capacity: int) -> None:
+        """Forget what it holds and make room for ``capacity`` tokens."""
+        self.count = 0
+        if capacity > len(self.ids):
+            self._allocate(2 * capacity)
+
+    def add(self, tokens: Sequence[int], *, position: int, slot: int, num_logits: int) -> None:
+        """Append tokens of one sequence, rows wanted for the last ``num_logits``."""
+        start, end = self.count, self.count + len(tokens)
+        self.ids[start:end] = tokens
+        self.positions[start:end] = range(position, position + len(tokens))
+        self.slots[start:end] = slot
+        self.wanted[start : end - num_logits] = 0
+        self.wanted[end - num_logits : end] = 1
+        self.count = end
+
+    def piece(self, start: int, end: int) -> Any:
+        """The tokens from ``start`` to ``end`` as a ``llama_batch``: pointers, no copy."""
+        return lib.llama_batch(
+            end - start,
+            pointer_to(self.ids, start, Int32Pointer),
+            None,
+            pointer_to(self.positions, start, Int32Pointer),
+            pointer_to(self._slot_counts, start, Int32Pointer),
+            pointer_to(self._slot_lists, start, SequencePointer),
+            pointer_to(self.wanted, start, Int8Pointer),
+        )
+
+
+def pointer_to(array: np.ndarray[Any, Any], index: int, kind: Any) -> Any:
+    """A C pointer to an element of a contiguous array."""
+    return ctypes.cast(array.ctypes.data + index * array.itemsize, kind)
+
+
+@cache
+def start_library() -> None:
+    """Prepare llama.cpp, once per process."""
+    with borrowed_log():
+        lib.llama_backend_init()
+
+
+def silently(free: Any, pointer: int) -> None:
+    """Free something without a line in the log."""
+    with borrowed_log():
+        free(pointer)
+
+
+def spoken(errors: list[str]) -> str:
+    """What llama.cpp said, on one line."""
+    return " ".join("".join(errors).split()) or "it doesn't say why"
