@@ -25,7 +25,7 @@ from specdec.vocab import encode_prompt
 
 PROMPTS = {
     "question": "What is the difference between weather and climate?",
-    "story": "Once upon a time, in a small village by the sea, there lived a clockmaker who",
+    "story": "Write a long story about a clockmaker in a small village by the sea.",
     "code": "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
     "list": "List ten things to pack for a week of hiking in the mountains.",
     "summary": "Summarise: The steam engine changed how people worked and lived. Factories grew, "
@@ -143,7 +143,7 @@ def table(runs: list[dict[str, Any]], options: argparse.Namespace) -> Table:
 def median_ms(runs: list[dict[str, Any]], kind: str, contestant: str) -> float:
     """Milliseconds per token of one contestant on one kind of prompt."""
     mine = [run for run in runs if (run["kind"], run["contestant"]) == (kind, contestant)]
-    return statistics.median(run["ms_per_token"] for run in mine)
+    return float(statistics.median(run["ms_per_token"] for run in mine))
 
 
 def plot(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -110,16 +110,17 @@ def test_rows_padded_to_different_widths_go_together(
     make_tiny_llama: Any, tiny: dict[str, ModelBackend]
 ) -> None:
     padded = make_tiny_llama(vocab_padding=24)
-    plain = [outcome(SpeculativeDecoder(tiny["hf target"]).generate(p)) for p in PROMPTS]
+    plain = SpeculativeDecoder(tiny["hf target"])
+    expected = [outcome(plain.generate(p, max_new_tokens=30)) for p in PROMPTS]
     with LlamaCppBackend(padded.gguf, n_threads=1) as wide_gguf:
         wide_hf = HFBackend(padded.folder)
-        for draft in (wide_hf, wide_gguf):
-            assert draft.vocab.size == tiny["hf target"].vocab.size + 24
+        for wide in (wide_hf, wide_gguf):
+            assert wide.vocab.size == tiny["hf target"].vocab.size + 24
             results = [
-                SpeculativeDecoder(tiny["hf target"], draft).generate(p, max_new_tokens=30)
+                SpeculativeDecoder(tiny["hf target"], wide).generate(p, max_new_tokens=30)
                 for p in PROMPTS
             ]
-            assert [outcome(result) for result in results] == plain
+            assert [outcome(result) for result in results] == expected
         for target in (wide_hf, wide_gguf):
             for draft in (tiny["hf draft"], tiny["gguf draft"]):
                 result = SpeculativeDecoder(target, draft).generate(PROMPTS[0], max_new_tokens=30)
