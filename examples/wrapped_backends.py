@@ -1,4 +1,4 @@
-"""Backends around backends: whatever has the five members is a backend, so wrapping is easy."""
+"""Backends around backends: whatever has the six members is a backend, so wrapping is easy."""
 
 from collections.abc import Sequence
 

@@ -19,10 +19,12 @@ from specdec.errors import (
     BackendError,
     ContextFullError,
     CropError,
+    LogitsError,
     MissingRuntimeError,
     RuntimeFailure,
     SpecdecError,
     TokenIdError,
+    UnsupportedModelError,
     VocabularyMismatchError,
 )
 from specdec.stats import Stats
@@ -42,6 +44,7 @@ __all__ = [
     "GenerateOptions",
     "GenerationResult",
     "Logits",
+    "LogitsError",
     "Message",
     "MissingRuntimeError",
     "ModelBackend",
@@ -55,6 +58,7 @@ __all__ = [
     "TokenEvent",
     "TokenIdError",
     "TokenStream",
+    "UnsupportedModelError",
     "Vocabulary",
     "VocabularyMismatchError",
     "verify_drafts",

@@ -81,6 +81,8 @@ def check_forward(backend: ModelBackend, batch: Sequence[Span]) -> None:
     The first line of every bundled ``forward``; free for others to call.
     """
     size, limit = backend.vocab.size, backend.max_context
+    if len({id(span.cache) for span in batch}) < len(batch):
+        raise ValueError("a cache is in the batch twice: join its spans")
     for cache, tokens, num_logits in batch:
         if not 0 <= num_logits <= len(tokens) or not tokens:
             raise ValueError(
@@ -94,10 +96,14 @@ def check_forward(backend: ModelBackend, batch: Sequence[Span]) -> None:
             )
         if min(tokens) < 0 or max(tokens) >= size:
             worst = next(t for t in tokens if not 0 <= t < size)
-            raise TokenIdError(f"token id {worst} is outside the vocabulary of {size} ids")
+            raise TokenIdError(
+                f"token id {worst} is outside the vocabulary: feed ids from 0 to {size - 1}"
+            )
 
 
 def check_crop(cache: Cache, length: int) -> None:
     """Raise what C4 asks of a crop. The first line of every bundled ``crop``."""
     if not 0 <= length <= len(cache):
-        raise CropError(f"can't crop to {length} tokens: the cache holds {len(cache)}")
+        raise CropError(
+            f"can't crop to {length} tokens: the cache holds {len(cache)}, so give 0 to that many"
+        )

@@ -3,6 +3,7 @@
 import operator
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, cast
@@ -10,7 +11,7 @@ from typing import Any, TypedDict, Unpack, cast
 from specdec.backend import Cache, ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import ContextFullError
-from specdec.prefill import Progress, prefill
+from specdec.prefill import OnPrefill, prefill
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, Output, TokenEvent
 from specdec.verify import verify_drafts
@@ -133,20 +134,19 @@ class SpeculativeDecoder:
         draft: ModelBackend | Drafter | None = None,
         *,
         num_draft_tokens: int = 5,
-        progress: Progress | None = None,
+        progress: OnPrefill | None = None,
     ) -> None:
         if not isinstance(target, ModelBackend):
-            raise TypeError(f"target must be a ModelBackend, not {type(target).__name__}")
+            raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
         if isinstance(draft, ModelBackend):
             draft = ModelDrafter(draft, target.vocab)
         elif draft is not None and not isinstance(draft, Drafter):
-            raise TypeError(f"draft must be a backend or a Drafter, not {type(draft).__name__}")
+            raise TypeError(f"draft must be a backend or a Drafter, but {_what_lacks(draft)}")
         self.target = target
         self.drafter = draft
         self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
         self._progress = progress
-        # Ids past the tokenizer's table pad the logits; cutting them off keeps them from the text.
-        self._num_tokens = len(target.vocab.tokens)
+        self._num_tokens = target.vocab.num_tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
         """Continue one prompt.
@@ -167,8 +167,9 @@ class SpeculativeDecoder:
         sequence = self._sequence(prompt, **options)
 
         def events() -> Generator[TokenEvent, None, GenerationResult]:
-            for _ in self._rounds([sequence], max_batch=1):
-                yield from sequence.output.take()
+            with closing(self._rounds([sequence], max_batch=1)) as rounds:
+                for _ in rounds:
+                    yield from sequence.output.take()
             return sequence.result()
 
         return TokenStream(events())
@@ -209,7 +210,7 @@ class SpeculativeDecoder:
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"a stop string is a text of at least one character: {stops}")
         for token in stop_token_ids:
-            if not 0 <= token < vocab.size:
+            if not 0 <= operator.index(token) < vocab.size:
                 raise ValueError(f"stop id {token} is outside the vocabulary of {vocab.size} ids")
         ids = encode_prompt(vocab, prompt)
         if len(ids) > limit:
@@ -218,18 +219,25 @@ class SpeculativeDecoder:
                 "shorten the prompt or load the target with a longer context"
             )
         output = Output(vocab, max_new_tokens, stop=stops, stop_token_ids=stop_token_ids)
+        sequence = _Sequence(ids, output, Stats(prompt_tokens=len(ids)), self.drafter)
         if self.drafter is None:
-            reason = "no draft was given"
+            sequence.stats.reason = "no draft was given"
         elif self.num_draft_tokens == 0:
-            reason = "num_draft_tokens is 0"
-        elif min(max_new_tokens, limit + 1 - len(ids)) < 2:
-            reason = "there was room for one new token only, which needs no draft"
-        else:
-            reason = None
-        stats = Stats(prompt_tokens=len(ids), reason=reason)
-        return _Sequence(ids, output, stats, None if reason else self.drafter)
+            sequence.stats.reason = "num_draft_tokens is 0"
+        elif self._num_wanted(sequence) < 1:
+            sequence.stats.reason = "there was room for one new token at most, which needs no draft"
+        if sequence.stats.reason:
+            sequence.drafter = None
+        return sequence
 
-    def _rounds(self, sequences: Iterable[_Sequence], max_batch: int) -> Iterator[None]:
+    def _num_wanted(self, sequence: _Sequence) -> int:
+        """The most drafts that a round may check: one token of every round is the target's own."""
+        room = self.target.max_context - len(sequence.ids)
+        return min(self.num_draft_tokens, sequence.output.remaining - 1, room)
+
+    def _rounds(
+        self, sequences: Iterable[_Sequence], max_batch: int
+    ) -> Generator[None, None, None]:
         """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
         waiting = deque(s for s in sequences if s.output.finish_reason is None)
         active: list[_Sequence] = []
@@ -239,11 +247,11 @@ class SpeculativeDecoder:
                     self._open(waiting[0])
                     active.append(waiting.popleft())
                 self._round(active)
-                yield
                 for sequence in active:
                     if sequence.output.finish_reason:
                         self._close(sequence)
                 active = [s for s in active if s.output.finish_reason is None]
+                yield
         finally:
             for sequence in active:
                 self._close(sequence)
@@ -291,9 +299,10 @@ class SpeculativeDecoder:
         committed = perf_counter()
 
         for sequence in active:
-            self.target.crop(sequence.cache, len(sequence.ids) - 1)
-            if sequence.drafter is not None:
-                sequence.drafter.commit(sequence.draft_state, sequence.ids)
+            if sequence.output.finish_reason is None:
+                self.target.crop(sequence.cache, len(sequence.ids) - 1)
+                if sequence.drafter is not None:
+                    sequence.drafter.commit(sequence.draft_state, sequence.ids)
         rolled_back = perf_counter()
 
         for sequence in active:
@@ -305,12 +314,11 @@ class SpeculativeDecoder:
             )
 
     def _propose(self, active: Sequence[_Sequence]) -> list[Draft]:
-        """One draft per sequence, no longer than its budget and the target's context allow."""
-        drafts = [Draft([])] * len(active)
+        """One draft per sequence, empty where none is wanted."""
+        drafts = [Draft(())] * len(active)
         requests: dict[int, DraftRequest] = {}
         for index, sequence in enumerate(active):
-            room = self.target.max_context - len(sequence.ids)
-            wanted = min(self.num_draft_tokens, sequence.output.remaining - 1, room)
+            wanted = self._num_wanted(sequence)
             if sequence.drafter is not None and wanted > 0:
                 requests[index] = DraftRequest(sequence.draft_state, sequence.ids, wanted)
         if self.drafter is not None and requests:
@@ -323,6 +331,13 @@ class SpeculativeDecoder:
                     )
                 drafts[index] = draft
         return drafts
+
+
+def _what_lacks(thing: object) -> str:
+    """Which members of a backend an object doesn't have, for a message."""
+    members = ("vocab", "max_context", "new_cache", "forward", "crop", "info")
+    lacking = [member for member in members if not hasattr(thing, member)]
+    return f"{type(thing).__name__} has no {', '.join(lacking)}"
 
 
 def _at_least(limit: int, **named: int) -> int:

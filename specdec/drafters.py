@@ -25,7 +25,7 @@ class DraftRequest(NamedTuple):
 class Draft(NamedTuple):
     """A drafter's answer to a request."""
 
-    token_ids: list[int]  # 0 to num_tokens ids
+    token_ids: Sequence[int]  # 0 to num_tokens ids
     forward_ct: int = 0  # draft-model forwards that it took
     reason: str | None = None  # why fewer were proposed than could be, for the statistics
 
@@ -82,14 +82,15 @@ class ModelDrafter(Drafter):
     def __init__(self, backend: ModelBackend, target_vocab: Vocabulary) -> None:
         self.backend = backend
         self._shared = shared_ids(target_vocab, backend.vocab)
-        self._num_tokens = min(len(target_vocab.tokens), len(backend.vocab.tokens))
+        self._num_tokens = min(target_vocab.num_tokens, backend.vocab.num_tokens)
 
     @override
     def open(self, prompt_ids: Sequence[int]) -> _State:
         """Read the prompt, all but its last id, unless the draft can't follow it."""
-        state = _State(self.backend.new_cache())
+        state = _State(self.backend.new_cache(), self._why_not(len(prompt_ids), prompt_ids))
         try:
-            prefill(self.backend, state.cache, self._unread(state, prompt_ids)[:-1])
+            if state.reason is None:
+                prefill(self.backend, state.cache, prompt_ids[:-1])
         except BaseException:
             state.cache.close()
             raise
@@ -102,7 +103,9 @@ class ModelDrafter(Drafter):
         forwards = [0] * len(requests)
         live: list[tuple[int, Cache, Sequence[int], int]] = []
         for index, (state, ids, wanted) in enumerate(requests):
-            if unread := self._unread(state, ids):
+            unread = ids[len(state.cache) :]
+            state.reason = state.reason or self._why_not(len(ids), unread)
+            if state.reason is None:
                 # Every proposal but the last is fed, so n of them fill len(ids) + n - 1 slots.
                 room = self.backend.max_context + 1 - len(ids)
                 live.append((index, state.cache, unread, min(wanted, room)))
@@ -134,15 +137,14 @@ class ModelDrafter(Drafter):
         """Give the cache back."""
         state.cache.close()
 
-    def _unread(self, state: _State, ids: Sequence[int]) -> Sequence[int]:
-        """The ids that the draft has yet to read; none, for a reason, once it can't follow."""
-        unread = ids[len(state.cache) :]
+    def _why_not(self, num_ids: int, unread: Sequence[int]) -> str | None:
+        """Why the draft can't follow a sequence, if so."""
         limit, size = self.backend.max_context, self.backend.vocab.size
-        if state.reason is None and len(ids) > limit:
-            state.reason = (
+        if num_ids > limit:
+            return (
                 f"the draft's context of {limit} tokens is full: "
                 "load the draft with a longer one to keep drafting"
             )
-        elif state.reason is None and max(unread) >= size:
-            state.reason = f"the text holds id {max(unread)} and the draft knows {size} ids only"
-        return unread if state.reason is None else []
+        if max(unread) >= size:
+            return f"the text holds id {max(unread)} and the draft knows {size} ids only"
+        return None

@@ -5,10 +5,12 @@
     SpecdecError
     ├── VocabularyMismatchError (ValueError)   target and draft don't share a tokenizer
     ├── MissingRuntimeError (ImportError)      a backend's runtime isn't installed
+    ├── UnsupportedModelError (TypeError)      a model that a backend can't run rightly
     └── BackendError                           what a backend may raise
         ├── ContextFullError (ValueError)      more tokens than a cache can hold
         ├── TokenIdError (ValueError)          an id outside the vocabulary
         ├── CropError (ValueError)             a cache that can't be cut to that length
+        ├── LogitsError (ValueError)           rows with a NaN, or without any token
         └── RuntimeFailure (RuntimeError)      torch, llama.cpp, ... failed; the cause is chained
 
 Bad arguments are plain ``ValueError`` or ``TypeError``, raised at the call, before any work.
@@ -18,10 +20,12 @@ __all__ = [
     "BackendError",
     "ContextFullError",
     "CropError",
+    "LogitsError",
     "MissingRuntimeError",
     "RuntimeFailure",
     "SpecdecError",
     "TokenIdError",
+    "UnsupportedModelError",
     "VocabularyMismatchError",
 ]
 
@@ -38,6 +42,10 @@ class MissingRuntimeError(SpecdecError, ImportError):
     """A backend's runtime isn't installed; the text says what to install."""
 
 
+class UnsupportedModelError(SpecdecError, TypeError):
+    """A model that a backend would compute wrongly, or whose caches it couldn't cut back (C5)."""
+
+
 class BackendError(SpecdecError):
     """What a backend raises. After it the backend works as if the call had not been made."""
 
@@ -52,6 +60,10 @@ class TokenIdError(BackendError, ValueError):
 
 class CropError(BackendError, ValueError):
     """A cache can't be cut to the asked length."""
+
+
+class LogitsError(BackendError, ValueError):
+    """A model's rows can't be decided: they hold a NaN, or every score is -inf."""
 
 
 class RuntimeFailure(BackendError, RuntimeError):

@@ -5,15 +5,15 @@ from typing import TypeAlias
 
 from specdec.backend import Cache, ModelBackend, Span
 
-__all__ = ["CHUNK", "Progress", "prefill"]
+__all__ = ["OnPrefill", "prefill"]
 
-Progress: TypeAlias = Callable[[int, int], None]
+OnPrefill: TypeAlias = Callable[[int, int], None]
 
 CHUNK = 512  # ids per forward: bounds the memory of activations, and wide enough to be quick
 
 
 def prefill(
-    backend: ModelBackend, cache: Cache, ids: Sequence[int], progress: Progress | None = None
+    backend: ModelBackend, cache: Cache, ids: Sequence[int], progress: OnPrefill | None = None
 ) -> None:
     """Feed ``ids`` without asking for rows, and report ``(done, total)`` after each chunk."""
     for start in range(0, len(ids), CHUNK):

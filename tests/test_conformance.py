@@ -8,27 +8,39 @@ import pytest
 from specdec import ModelBackend
 from specdec.testing import CHECKS, Check
 
+HF = {"hf": ("cpu", "float32"), "hf bfloat16": ("cpu", "bfloat16"), "hf gpu": ("cuda", "float32")}
+LLAMA = {"llama.cpp": 0, "llama.cpp gpu": -1}
 
-@pytest.fixture(scope="module", params=["hf", "hf bfloat16", "llama.cpp", "llama.cpp smollm2"])
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "hf",
+        "hf bfloat16",
+        pytest.param("hf gpu", marks=pytest.mark.gpu("torch")),
+        "llama.cpp",
+        "llama.cpp smollm2",
+        pytest.param("llama.cpp gpu", marks=pytest.mark.gpu("llama_cpp")),
+    ],
+)
 def backend(
-    request: pytest.FixtureRequest, tiny_llama: Any, smollm2_gguf: Any
+    request: pytest.FixtureRequest, one_thread: None, tiny_llama: Any, smollm2_gguf: Any
 ) -> Iterator[tuple[ModelBackend, float]]:
     """A backend and its tolerance."""
-    if request.param.startswith("hf"):
-        torch = pytest.importorskip("torch")
+    name = request.param
+    if name in HF:
+        pytest.importorskip("transformers")
         from specdec.backends import HFBackend
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        dtype = request.param.partition(" ")[2] or "float32"
-        yield HFBackend(tiny_llama.folder, dtype=dtype), 1e-3 if dtype == "float32" else 0.05
-        torch.set_num_threads(before)
+        device, dtype = HF[name]
+        model = HFBackend(tiny_llama.folder, device=device, dtype=dtype)
+        yield model, 1e-3 if dtype == "float32" else 0.05
     else:
         pytest.importorskip("llama_cpp")
         from specdec.backends import LlamaCppBackend
 
-        path = smollm2_gguf if "smollm2" in request.param else tiny_llama.gguf
-        with LlamaCppBackend(path, n_threads=1) as llama:
+        path = smollm2_gguf if "smollm2" in name else tiny_llama.gguf
+        with LlamaCppBackend(path, n_threads=1, n_gpu_layers=LLAMA.get(name, 0)) as llama:
             yield llama, 0.05
 
 

@@ -162,9 +162,11 @@ def test_statistics_add_up(case: Case, num_draft_tokens: int) -> None:
     assert stats.completion_tokens == len(result.token_ids)
     assert stats.verify_ct == sum(stats.accept_histogram) <= stats.target_forward_ct
     assert stats.num_correct_drafts == sum(n * ct for n, ct in enumerate(stats.accept_histogram))
-    assert stats.num_correct_drafts <= stats.num_proposed_drafts <= 8 * stats.verify_ct
+    assert stats.num_correct_drafts <= stats.num_proposed_drafts
+    assert stats.num_proposed_drafts <= num_draft_tokens * stats.verify_ct
     accepted = stats.num_correct_drafts + stats.target_forward_ct
-    assert stats.completion_tokens <= accepted <= case.options["max_new_tokens"] + 2
+    # A stop string may take tokens back, so more may have been accepted than put out in the end.
+    assert stats.completion_tokens <= accepted <= case.options["max_new_tokens"]
     if result.finish_reason in ("length", "context"):
         assert stats.completion_tokens == accepted
     assert stats.num_proposed_drafts == stats.draft_forward_ct

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from specdec.backend import Span
 from specdec.errors import ContextFullError, CropError, RuntimeFailure, TokenIdError
 from specdec.vocab import Vocabulary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -612,15 +614,6 @@ def make_tokenizer(kind: str) -> tuple[Any, list[bytes | None]]:
 @functools.cache
 def built(name: str) -> HFBackend:
     return wrap(build(name))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads that share one busy core wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

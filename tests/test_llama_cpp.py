@@ -19,7 +19,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specdec.backend import ModelBackend, Span
-from specdec.errors import ContextFullError, CropError, RuntimeFailure, TokenIdError
+from specdec.errors import (
+    ContextFullError,
+    CropError,
+    RuntimeFailure,
+    TokenIdError,
+    UnsupportedModelError,
+)
 
 pytest.importorskip("llama_cpp")
 
@@ -251,7 +257,7 @@ def test_c4_a_cache_can_be_filled_to_the_last_token(tiny_llama: Any) -> None:
 def test_c5_recurrent_models_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mamba.gguf"
     write_tiny_mamba(path)
-    with pytest.raises(ValueError, match=r"mamba\.gguf is a mamba model: .*recurrent"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba\.gguf is a mamba model: .*recurrent"):
         LlamaCppBackend(path)
 
 
@@ -293,7 +299,7 @@ def failing_decode(*, at: int, outcome: int | BaseException) -> Callable[[Any, A
 @pytest.mark.parametrize(
     ("outcome", "error"),
     [
-        (1, ContextFullError),
+        (1, RuntimeFailure),
         (2, RuntimeFailure),
         (-3, RuntimeFailure),
         (KeyboardInterrupt(), KeyboardInterrupt),

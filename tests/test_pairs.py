@@ -7,6 +7,8 @@ import pytest
 
 from specdec import GenerationResult, ModelBackend, SpeculativeDecoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("llama_cpp")
@@ -14,15 +16,6 @@ pytest.importorskip("llama_cpp")
 from specdec.backends import HFBackend, LlamaCppBackend  # noqa: E402 - needs both runtimes
 
 PROMPTS = ["the theatre and the sea", "in", "a b c d e f g h i j k l m n o p q r s t u v w x y z"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two threads gain nothing on a tiny model, and lose much where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.backend import Cache, Span, check_crop, check_forward
-from specdec.errors import RuntimeFailure
+from specdec.errors import RuntimeFailure, UnsupportedModelError
 from specdec.vocab import Vocabulary
 from specdec_hf.border import borrowed, cache_keyword, call, check_model, context_limit
 from specdec_hf.loading import as_device, as_dtype, load
-from specdec_hf.packed import KeyValueStore, PackedCache, UnsupportedModelError
+from specdec_hf.packed import KeyValueStore, PackedCache
 from specdec_hf.tokens import logits_width, vocabulary
 
 __all__ = ["HFBackend"]
@@ -67,7 +67,7 @@ class HFBackend:
         local_files_only: Never ask the hub.
 
     Raises:
-        TypeError: A model that packed spans can't serve: the text names its class and layers.
+        UnsupportedModelError: A model that packed spans can't serve; names its class and layers.
         ValueError: An argument out of range, or arguments that don't go together.
         OSError: A model that isn't there and can't be fetched.
     """
@@ -89,7 +89,9 @@ class HFBackend:
     ) -> None:
         if path_or_hub_id is not None:
             if model is not None or tokenizer is not None or vocab is not None:
-                raise ValueError("give a path or hub id, or model= with its tokenizer, not both")
+                raise ValueError(
+                    "give a path or hub id, or model= with its tokenizer or vocab=, not both"
+                )
             model, tokenizer = load(
                 str(path_or_hub_id),
                 dtype=as_dtype(dtype),
@@ -100,10 +102,11 @@ class HFBackend:
                 local_files_only=local_files_only,
             )
         elif model is None:
-            raise ValueError("give a path or hub id, or model= with its tokenizer")
-        elif dtype != "auto" or device is not None or gguf_file or revision:
+            raise ValueError("give a path or hub id, or model= with its tokenizer or vocab=")
+        elif dtype != "auto" or any((device, gguf_file, revision, trust_remote_code)):
             raise ValueError(
-                "dtype, device, gguf_file and revision are for loading: model= is loaded"
+                "dtype, device, gguf_file, revision and trust_remote_code are for loading, and "
+                "model= is loaded: leave them out"
             )
         self._model = check_model(model)
         self._tokenizer = tokenizer
@@ -163,12 +166,10 @@ class HFBackend:
             TokenIdError: An id outside the vocabulary.
             ValueError: A cache that is closed, another backend's, or twice in the batch.
             RuntimeFailure: torch failed; the caches are as before.
-            TypeError: The model asks for a kind of attention that isn't honoured here.
+            UnsupportedModelError: The model asks for a kind of attention that isn't honoured here.
         """
         with self._lock:
             stores = [self._store(span.cache) for span in batch]
-            if len(set(map(id, stores))) < len(stores):
-                raise ValueError("a cache is in the batch twice: join its spans")
             check_forward(self, batch)
             if not batch:
                 return []
@@ -185,7 +186,7 @@ class HFBackend:
                     raise
                 name = type(self._model).__name__
                 if isinstance(error, UnsupportedModelError):
-                    raise TypeError(f"{name} can't run here: {error}") from error
+                    raise UnsupportedModelError(f"{name} can't run here: {error}") from error
                 raise RuntimeFailure(
                     f"{name} failed in a forward of {len(batch)} spans "
                     f"({type(error).__name__}: {error}): the caches are as before"
@@ -222,7 +223,7 @@ class HFBackend:
             cause = error.__cause__
             if not isinstance(cause, AttributeError | TypeError | IndexError):
                 raise
-            raise TypeError(
+            raise UnsupportedModelError(
                 f"{type(self._model).__name__} can't run here, because it looks into the keys and "
                 f"values of its full_attention layers ({cause})"
             ) from cause

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from specdec.errors import UnsupportedModelError
 from specdec_hf.packed import ATTENTION
 
 __all__ = ["borrowed", "cache_keyword", "call", "check_model", "context_limit"]
@@ -28,14 +29,15 @@ def check_model(model: object) -> PreTrainedModel:
     """The model, unless packed spans would compute it wrongly or not at all.
 
     Raises:
-        TypeError: Naming the model's class and the reason.
+        TypeError: It is no transformers model.
+        UnsupportedModelError: Naming the model's class and the reason.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{name} is no transformers model: give a plain PreTrainedModel, or a path")
     reason = _why_not(model)
     if reason:
-        raise TypeError(
+        raise UnsupportedModelError(
             f"{name} can't run here: {reason}. Supported are decoders whose layers are all "
             "full_attention or sliding_attention and go through transformers' AttentionInterface"
         )

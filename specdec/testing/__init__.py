@@ -4,10 +4,11 @@
 everything that holds for any backend. ``CHECKS`` tests the clauses of ``ModelBackend``::
 
     import pytest
+
+    pytest.register_assert_rewrite("specdec.testing")  # for the usual messages
+
     from specdec.testing import CHECKS
     from my_package import MyBackend
-
-    pytest.register_assert_rewrite("specdec.testing")  # above the imports, for the usual messages
 
     @pytest.mark.parametrize("check", CHECKS)
     def test_contract(check):

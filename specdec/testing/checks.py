@@ -1,8 +1,9 @@
-"""One check per clause of ``ModelBackend``: plain functions that raise AssertionError.
+"""Checks of the clauses of ``ModelBackend``: plain functions that raise AssertionError.
 
-They feed ids that mean nothing, so any model will do; a tiny one makes them quick. ``tolerance`` is
-the largest difference of two rows that counts as rounding, in units of the row's largest score:
-0.001 suits float32, 0.05 suits bfloat16 and quantised kernels.
+C7 needs faults of the runtime's own, which only its own tests can make. The checks feed ids that
+mean nothing, so any model will do; a tiny one makes them quick. ``tolerance`` is the largest
+difference of two rows that counts as rounding, in units of the row's largest score: 0.001 suits
+float32, 0.05 suits bfloat16 and quantised kernels.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ def check_vocabulary(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
     vocab = backend.vocab
     assert 0 < len(vocab.tokens) <= vocab.size
     assert backend.max_context > 0
-    for named in (vocab.eos_ids, vocab.special_ids, {vocab.bos_id} - {None}):
-        assert all(0 <= token < vocab.size for token in named if token is not None)
+    named = [*vocab.eos_ids, *vocab.special_ids, vocab.bos_id]
+    assert all(0 <= token < vocab.size for token in named if token is not None)
     if vocab.encode is not None:
         plain = [token for token in vocab.tokens if token and token.strip().isalpha()]
         text = b"".join(plain[:20])
@@ -122,7 +123,7 @@ def check_crop(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
 
 
 def check_limits(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
-    """C4 and C7: what can't be done is refused by name, and changes nothing for anyone."""
+    """C4: what can't be done is refused by name, and changes nothing for anyone."""
     ids = some_ids(backend, 9)
     with closing(backend.new_cache()) as cache, closing(backend.new_cache()) as fresh:
         expected = feed(backend, fresh, ids, 1)
@@ -135,6 +136,7 @@ def check_limits(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
                 (Span(cache, ids[:2], 3), ValueError),
                 (Span(cache, [], 0), ValueError),
                 (Span(cache, too_many, 1), ContextFullError),
+                (Span(good, ids, 1), ValueError),
             ]
             for span, error in bad_spans:
                 assert raises(error, lambda span=span: backend.forward([Span(good, ids, 1), span]))
@@ -182,7 +184,7 @@ def check_determinism(backend: ModelBackend, *, tolerance: float = 1e-3) -> None
         with closing(backend.new_cache()) as cache:
             runs.append([feed(backend, cache, ids[:9], 1), feed(backend, cache, ids[9:], 3)])
     for first, second in zip(*runs, strict=True):
-        assert same(first, second, tolerance)
+        assert np.array_equal(first, second)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -21,7 +21,7 @@ class TableCache:
     def __init__(self, owner: "TableBackend") -> None:
         self.ids: list[int] = []
         self.closed = False
-        self._owner = owner
+        self.owner = owner
         owner.open_caches += 1
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class TableCache:
         """Give the memory back."""
         if not self.closed:
             self.closed = True
-            self._owner.open_caches -= 1
+            self.owner.open_caches -= 1
 
 
 class TableBackend:
@@ -118,12 +118,12 @@ class TableBackend:
 
     def forward(self, batch: Sequence[Span]) -> list[NDArray[np.float32]]:
         """Feed every span; return its rows."""
+        texts = [self._ids(span.cache) for span in batch]
         check_forward(self, batch)
         self._count_call()
         self.forward_ct += 1
         rows = []
-        for cache, tokens, num_logits in batch:
-            ids = self._ids(cache)
+        for ids, (_, tokens, num_logits) in zip(texts, batch, strict=True):
             ids.extend(tokens)
             self.fed_ct += len(tokens)
             self.row_ct += num_logits
@@ -135,9 +135,10 @@ class TableBackend:
 
     def crop(self, cache: Cache, length: int) -> None:
         """Cut a cache back."""
+        ids = self._ids(cache)
         check_crop(cache, length)
         self._count_call()
-        del self._ids(cache)[length:]
+        del ids[length:]
 
     def info(self) -> Mapping[str, object]:
         """What it runs on."""
@@ -155,8 +156,7 @@ class TableBackend:
         if self.fail_at == self.call_ct - 1:
             raise self.fault
 
-    @staticmethod
-    def _ids(cache: Cache) -> list[int]:
-        if not isinstance(cache, TableCache) or cache.closed:
+    def _ids(self, cache: Cache) -> list[int]:
+        if not isinstance(cache, TableCache) or cache.owner is not self or cache.closed:
             raise ValueError("the cache is closed, or another backend's")
         return cache.ids
