@@ -141,7 +141,9 @@ class SpeculativeDecoder:
         if isinstance(draft, ModelBackend):
             draft = ModelDrafter(draft, target.vocab)
         elif draft is not None and not isinstance(draft, Drafter):
-            raise TypeError(f"draft must be a backend or a Drafter, but {_what_lacks(draft)}")
+            raise TypeError(
+                f"draft must be a backend or inherit from Drafter, but {_what_lacks(draft)}"
+            )
         self.target = target
         self.drafter = draft
         self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
@@ -202,8 +204,12 @@ class SpeculativeDecoder:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         stop_token_ids: Collection[int] = (),
+        **unknown: object,
     ) -> _Sequence:
         """Check every argument before any work."""
+        if unknown:
+            options = ", ".join(GenerateOptions.__annotations__)
+            raise TypeError(f"there is no option {next(iter(unknown))!r}; there are {options}")
         vocab, limit = self.target.vocab, self.target.max_context
         _at_least(0, max_new_tokens=max_new_tokens)
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -225,7 +231,7 @@ class SpeculativeDecoder:
         elif self.num_draft_tokens == 0:
             sequence.stats.reason = "num_draft_tokens is 0"
         elif self._num_wanted(sequence) < 1:
-            sequence.stats.reason = "there was room for one new token at most, which needs no draft"
+            sequence.stats.reason = "there was room for fewer than two new tokens"
         if sequence.stats.reason:
             sequence.drafter = None
         return sequence
@@ -323,6 +329,11 @@ class SpeculativeDecoder:
                 requests[index] = DraftRequest(sequence.draft_state, sequence.ids, wanted)
         if self.drafter is not None and requests:
             answers = self.drafter.propose(list(requests.values()))
+            if len(answers) != len(requests):
+                raise ValueError(
+                    f"{type(self.drafter).__name__} gave {len(answers)} drafts for "
+                    f"{len(requests)} requests: give one each, in order"
+                )
             for (index, request), draft in zip(requests.items(), answers, strict=True):
                 if len(draft.token_ids) > request.num_tokens:
                     raise ValueError(

@@ -84,6 +84,8 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
     ([3, 1], 1)
     """
     drafts = [int(token) for token in draft_tokens]
+    if not hasattr(target_logits, "shape"):
+        target_logits = np.asarray(target_logits)
     shape = tuple(target_logits.shape)
     if len(shape) != 2 or shape[0] != len(drafts) + 1 or shape[1] == 0:
         raise ValueError(

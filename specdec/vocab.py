@@ -71,7 +71,7 @@ def encode_prompt(vocab: Vocabulary, prompt: Prompt) -> list[int]:
         if vocab.encode is None:
             raise TypeError("this backend has no tokenizer: give the prompt as a list of ids")
         ids = list(vocab.encode(prompt))
-    elif not isinstance(prompt, Sequence) and not hasattr(prompt, "__iter__"):
+    elif isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__iter__"):
         raise TypeError(f"a prompt is text, ids or chat messages, not {type(prompt).__name__}")
     elif prompt and isinstance(prompt[0], Mapping):
         if vocab.encode_chat is None:

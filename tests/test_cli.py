@@ -15,15 +15,19 @@ from specdec.cli import app
 ROOT = Path(__file__).parents[1]
 
 
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
 def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     """The real thing, in its own process."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
     return subprocess.run(
         [sys.executable, "-m", "specdec", *arguments],
         input=text,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        env=environment(),
         check=False,
     )
 
@@ -39,9 +43,12 @@ def test_prints_the_text_and_what_speculation_brought(pair: list[str]) -> None:
     done = run("generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    *_, last = done.stdout.splitlines()
+    *_, last = done.stderr.splitlines()
     for word in ("accept_length", "accept_rate", "target forwards", "tokens/s"):
         assert word in last
+        assert word not in done.stdout
+    again = run("generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20", "--json")
+    assert done.stdout == json.loads(again.stdout)["text"] + "\n"
 
 
 def test_json_is_one_object_with_the_results_own_words(pair: list[str]) -> None:
@@ -72,6 +79,8 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
     [
         (["--target-model", "no/such/folder/here"], "no/such/folder/here"),
         (["--target-model", "missing.gguf"], "missing.gguf"),
+        (["--target-model", "nosuch:model"], "no backend is called 'nosuch'; installed are:"),
+        (["--target-model", "llama-cpp:"], "names no model"),
         (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
@@ -97,6 +106,48 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in done.stderr
 
 
+def test_in_a_terminal_the_text_stays_and_the_drafts_are_green(make_tiny_llama: Any) -> None:
+    """The bar for the prompt must be gone before the text comes, or it wipes it out."""
+    pty = pytest.importorskip("pty")
+    pytest.importorskip("llama_cpp")
+    model = str(make_tiny_llama(max_context=4096).gguf)
+    pair = ["--target-model", model, "--draft-model", model]
+    prompt = "the sea and " * 300  # long enough for a bar
+    command = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "generate",
+        *pair,
+        "--prompt",
+        prompt,
+        "--max-new-tokens",
+        "40",
+    ]
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        command, stdout=terminal, stderr=terminal, env={**environment(), "TERM": "xterm-256color"}
+    ) as process:
+        os.close(terminal)
+        seen = b""
+        while True:
+            try:
+                seen += os.read(controller, 65536)
+            except OSError:  # the other end is closed
+                break
+    os.close(controller)
+    assert process.returncode == 0
+    shown = seen.decode()
+    text = shown[shown.rindex("the sea and ") :]
+    assert "\x1b[32m" in text
+    assert "\x1b[2K" not in text
+    assert "reading the prompt" in shown
+
+
+def test_the_version() -> None:
+    assert run("--version").stdout.split(".")[0].isdigit()
+
+
 def test_help_names_the_commands_and_the_options() -> None:
     assert "generate" in run("--help").stdout
     assert "--target-model" in run("generate", "--help").stdout
@@ -107,7 +158,7 @@ def test_the_embedded_default(smollm2_gguf: Path) -> None:
     pytest.importorskip("llama_cpp")
     done = run("generate", "--prompt", "The capital of France is", "--max-new-tokens", "12")
     assert done.returncode == 0, done.stderr
-    first, *text, last = done.stdout.splitlines()
+    first, *_, last = done.stderr.splitlines()
     assert "SmolLM2-135M" in first
-    assert "Paris" in "\n".join(text)
+    assert "Paris" in done.stdout
     assert "accept_length" in last

@@ -4,11 +4,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import (
+    BackendError,
     ContextFullError,
     Draft,
     Drafter,
@@ -362,7 +364,7 @@ def test_the_last_slot_of_the_context() -> None:
         ({"stop": ""}, ValueError, "at least one character"),
         ({"stop": ["a", ""]}, ValueError, "at least one character"),
         ({"stop_token_ids": [6]}, ValueError, "stop id 6 is outside the vocabulary of 6 ids"),
-        ({"max_tokens": 3}, TypeError, "max_tokens"),
+        ({"max_tokens": 3}, TypeError, "no option 'max_tokens'; there are max_new_tokens, stop"),
     ],
 )
 def test_bad_values_are_refused_before_any_work(
@@ -391,7 +393,7 @@ def test_bad_parts_are_refused_at_construction() -> None:
     for thing in bad:
         with pytest.raises(TypeError, match="target must be a ModelBackend"):
             SpeculativeDecoder(thing)
-        with pytest.raises(TypeError, match="draft must be a backend or a Drafter"):
+        with pytest.raises(TypeError, match="draft must be a backend or inherit from Drafter"):
             SpeculativeDecoder(target, thing)
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         SpeculativeDecoder(target, target, num_draft_tokens=-1)
@@ -409,6 +411,25 @@ def test_a_drafter_that_proposes_too_much_is_named() -> None:
     with pytest.raises(ValueError, match="Greedy proposed 6 tokens where at most 5"):
         decoder.generate([1])
     assert target.open_caches == 0
+
+
+def test_a_drafter_that_answers_too_few_requests_is_named() -> None:
+    class Mute(Drafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return []
+
+    with pytest.raises(ValueError, match="Mute gave 0 drafts for 1 requests"):
+        SpeculativeDecoder(TableBackend.random(6), Mute()).generate([1])
+
+
+def test_a_model_that_puts_out_nan_is_named_and_costs_nothing_else() -> None:
+    target = TableBackend.random(6, seed=3)
+    broken = TableBackend(np.where(np.arange(6) == 2, np.nan, target.table))
+    for pair in ((broken, target), (target, broken)):
+        decoder = SpeculativeDecoder(*pair)
+        with pytest.raises(BackendError, match="holds a NaN"):
+            decoder.generate([1, 2], max_new_tokens=9)
+        assert target.open_caches == broken.open_caches == 0
 
 
 def test_progress_is_reported_while_the_prompt_is_read() -> None:

@@ -7,7 +7,8 @@ and bit for bit, and what isn't known to be so is left to transformers' own load
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from transformers import (
 )
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers.utils import logging
 
 __all__ = ["gguf_tokenizer", "load_gguf"]
 
@@ -87,7 +89,8 @@ def load_gguf(
     weights = _weights(file, config, model_class, dtype)
     if weights is None:
         return None
-    model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    with _no_bar():  # of weights that are there already
+        model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
     # For a Llama AutoTokenizer comes to this class too, after parsing the whole file for a config.
     kind = PreTrainedTokenizerFast if config.model_type == "llama" else AutoTokenizer
     return model, gguf_tokenizer(path, kind)
@@ -101,6 +104,17 @@ def gguf_tokenizer(path: Path, kind: Any = AutoTokenizer) -> PreTrainedTokenizer
     """
     with TemporaryDirectory() as empty:
         return kind.from_pretrained(empty, gguf_file=str(path.absolute()))
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _config(file: _File) -> PreTrainedConfig:

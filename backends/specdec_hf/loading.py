@@ -77,6 +77,10 @@ def load(
         raise FileNotFoundError(f"{name!r} isn't there: check the path")
     if local and gguf_file is not None and not (path / gguf_file).is_file():
         raise FileNotFoundError(f"{gguf_file!r} isn't in the folder {str(path)!r}: check the name")
+    if local and gguf_file is None and not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no model: give a folder with a config.json, or a .gguf file"
+        )
     source = str(path) if local else name
     hub = {"revision": revision, "local_files_only": local_files_only}
     try:

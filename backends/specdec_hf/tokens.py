@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.vocab import Message, Vocabulary
@@ -49,12 +50,15 @@ def _chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
         return None
 
     def encode_chat(messages: Sequence[Message]) -> list[int]:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template doesn't take these messages: {error}") from error
         return list(ids)
 
     return encode_chat

@@ -1,11 +1,13 @@
 """The command line: ``specdec`` and ``python -m specdec``."""
 
-import sys
+import os
 import warnings
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
-from specdec.cli.console import errors_as_lines, warn_in_one_line
+from specdec.cli.console import out, warn_in_one_line
 from specdec.cli.generate import generate
 
 __all__ = ["app", "main"]
@@ -18,13 +20,26 @@ app = typer.Typer(
 app.command()(generate)
 
 
+def show_version(wanted: bool) -> None:
+    """Print the version and end."""
+    if wanted:
+        out.out(version("specdec-llm"))
+        raise typer.Exit
+
+
 @app.callback()
-def specdec() -> None:
+def specdec(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
     """Lossless speculative decoding across runtimes."""
 
 
 def main() -> None:
-    """Run the command line; errors are one line and exit code 2, with ``--debug`` a traceback."""
+    """Run the command line."""
+    # OpenMP's idle threads spin for long by default. Two runtimes take turns here, so each would
+    # hold the cores that the other needs; on a busy machine that costs a factor of 10 and more.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     warnings.showwarning = warn_in_one_line
-    with errors_as_lines(debug="--debug" in sys.argv):
-        app()
+    app()

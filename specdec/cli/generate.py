@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.console import out, prompt_progress
+from specdec.cli.console import err, errors_as_lines, out, prompt_progress
 from specdec.cli.models import Options, open_pair
 from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream
 from specdec.stats import Stats
@@ -15,9 +15,13 @@ from specdec.vocab import Prompt
 
 __all__ = ["generate"]
 
-MODEL = "A hub id or folder (HF), or a GGUF (llama.cpp); hf: or llama-cpp: in front forces one."
+MODEL = (
+    "A hub id or folder (HF), or a GGUF (llama.cpp); hf:, llama-cpp: or the name of another "
+    "installed backend in front forces one."
+)
 
 
+@errors_as_lines
 def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
     target_model: Annotated[str | None, typer.Option(help=MODEL)] = None,
@@ -52,7 +56,7 @@ def generate(
         "llama-cpp": {"n_gpu_layers": n_gpu_layers, "n_ctx": n_ctx, "n_threads": n_threads},
     }
     if not as_json and target_model is None:
-        out.out(
+        err.out(
             "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
             "in llama.cpp",
             style="dim",
@@ -65,30 +69,36 @@ def generate(
             target, draft, num_draft_tokens=num_draft_tokens, progress=progress
         )
         stream = decoder.stream(request, max_new_tokens=max_new_tokens, stop=stop or ())
-        result = stream.collect() if as_json else show(stream)
+        result = stream.collect() if as_json else show(stream, "" if chat else text)
     if as_json:
         models = {"target": dict(target.info()), "draft": draft and dict(draft.info())}
         fields = asdict(result) | {"stats": result.stats.as_dict()}
         typer.echo(json.dumps(fields | models, default=str))
     else:
-        out.out(f"\n{summary(result.stats)}", style="dim")
+        err.out(summary(result.stats), style="dim")
 
 
-def show(stream: TokenStream) -> GenerationResult:
-    """Print the text as it comes; what the draft got right is green."""
-    for event in stream:
-        out.out(event.text, style="green" if event.from_draft else None, end="")
+def show(stream: TokenStream, prompt: str) -> GenerationResult:
+    """Print the text as it comes, behind the prompt; what the draft got right is green."""
+    for number, event in enumerate(stream):
+        if number == 0:  # the bar that showed the reading of the prompt is gone by now
+            err.out(prompt, style="dim", end="")
+        if out.is_terminal:
+            out.out(event.text, style="green" if event.from_draft else None, end="")
+        else:  # rich would take control characters out
+            print(event.text, end="", flush=True)
+    print()
     return stream.collect()
 
 
 def summary(stats: Stats) -> str:
     """The one line under a text."""
-    parts = [f"{stats.completion_tokens} tokens", f"{stats.target_forward_ct} target forwards"]
+    parts = [f"tokens {stats.completion_tokens}", f"target forwards {stats.target_forward_ct}"]
     if stats.accept_length is not None and stats.accept_rate is not None:
         parts.insert(0, f"accept_rate {stats.accept_rate:.2f}")
         parts.insert(0, f"accept_length {stats.accept_length:.2f}")
     if stats.tokens_per_second is not None:
-        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+        parts.append(f"tokens/s {stats.tokens_per_second:.1f}")
     if stats.reason:
-        parts.append(f"not drafted: {stats.reason}")
+        parts.append(f"{'drafting ended' if stats.speculative else 'plain'}: {stats.reason}")
     return " | ".join(parts)

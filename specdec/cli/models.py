@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.backend import ModelBackend
-from specdec.backends import backend_names, load_backend
+from specdec.backends import load_backend
 from specdec.cli.console import err
 from specdec.embedded import embedded_gguf
 
@@ -17,10 +17,13 @@ Options = Mapping[str, Mapping[str, Any]]  # keyword arguments by the name of th
 def open_model(spec: str, options: Options) -> ModelBackend:
     """Load ``[BACKEND:]MODEL``; without a backend, a GGUF goes to llama.cpp and the rest to HF."""
     name, separator, path = spec.partition(":")
-    if not separator or name not in backend_names():
+    if not separator or len(name) < 2 or Path(spec).exists():  # C:\model is a path
         name, path = ("llama-cpp" if Path(spec).suffix == ".gguf" else "hf"), spec
-    with err.status(f"loading {path} ({name})"):
-        return load_backend(name)(path, **options.get(name, {}))
+    load = load_backend(name)
+    if not path:
+        raise ValueError(f"{spec!r} names no model: put one after the colon")
+    with err.status(f"loading {Path(path).name} ({name})"):
+        return load(path, **options.get(name, {}))
 
 
 def open_pair(
