@@ -3,18 +3,18 @@
 import operator
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, cast
 
-from specdec.backend import Cache, ModelBackend, Span
+from specdec.backend import Cache, Logits, ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import ContextFullError
 from specdec.prefill import OnPrefill, prefill
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, Output, TokenEvent
-from specdec.verify import verify_drafts
+from specdec.verify import masked, verify_drafts
 from specdec.vocab import Prompt, encode_prompt
 
 __all__ = ["GenerateOptions", "GenerationResult", "SpeculativeDecoder", "TokenStream"]
@@ -140,7 +140,7 @@ class SpeculativeDecoder:
             raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
         if isinstance(draft, ModelBackend):
             draft = ModelDrafter(draft, target.vocab)
-        elif draft is not None and not isinstance(draft, Drafter):
+        elif draft is not None and (isinstance(draft, type) or not isinstance(draft, Drafter)):
             raise TypeError(
                 f"draft must be a backend or inherit from Drafter, but {_what_lacks(draft)}"
             )
@@ -149,6 +149,7 @@ class SpeculativeDecoder:
         self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
         self._progress = progress
         self._num_tokens = target.vocab.num_tokens
+        self._holes = target.vocab.holes
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
         """Continue one prompt.
@@ -192,6 +193,8 @@ class SpeculativeDecoder:
 
         Raises as ``generate`` does.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts is one text: give a list of prompts, or call generate")
         _at_least(1, max_batch=max_batch)
         sequences = [self._sequence(prompt, **options) for prompt in prompts]
         deque(self._rounds(sequences, max_batch), maxlen=0)
@@ -212,6 +215,11 @@ class SpeculativeDecoder:
             raise TypeError(f"there is no option {next(iter(unknown))!r}; there are {options}")
         vocab, limit = self.target.vocab, self.target.max_context
         _at_least(0, max_new_tokens=max_new_tokens)
+        if not isinstance(stop, Collection) or not isinstance(stop_token_ids, Collection):
+            raise TypeError(
+                "stop is a text or a list of texts and stop_token_ids a list of ids, not "
+                f"{type(stop).__name__} and {type(stop_token_ids).__name__}"
+            )
         stops = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(text, str) and text for text in stops):
             raise ValueError(f"a stop string is a text of at least one character: {stops}")
@@ -253,14 +261,12 @@ class SpeculativeDecoder:
                     self._open(waiting[0])
                     active.append(waiting.popleft())
                 self._round(active)
-                for sequence in active:
-                    if sequence.output.finish_reason:
-                        self._close(sequence)
+                finished = [s for s in active if s.output.finish_reason]
                 active = [s for s in active if s.output.finish_reason is None]
+                self._close(finished)
                 yield
         finally:
-            for sequence in active:
-                self._close(sequence)
+            self._close(active)
 
     def _open(self, sequence: _Sequence) -> None:
         """Read the prompt, all but its last id, so that the first round is like every other."""
@@ -275,10 +281,12 @@ class SpeculativeDecoder:
             raise
         sequence.stats.prefill_seconds = perf_counter() - started
 
-    def _close(self, sequence: _Sequence) -> None:
-        sequence.cache.close()
-        if sequence.drafter is not None:
-            sequence.drafter.close(sequence.draft_state)
+    def _close(self, sequences: Iterable[_Sequence]) -> None:
+        with ExitStack() as stack:  # closes all, whichever raises
+            for sequence in sequences:
+                stack.callback(sequence.cache.close)
+                if sequence.drafter is not None:
+                    stack.callback(sequence.drafter.close, sequence.draft_state)
 
     def _round(self, active: Sequence[_Sequence]) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``."""
@@ -291,7 +299,7 @@ class SpeculativeDecoder:
             for sequence, draft in zip(active, drafts, strict=True)
         ]
         verdicts = [
-            verify_drafts(draft.token_ids, logits[:, : self._num_tokens])
+            verify_drafts(draft.token_ids, self._of_tokens(logits))
             for draft, logits in zip(drafts, self.target.forward(batch), strict=True)
         ]
         verified = perf_counter()
@@ -319,6 +327,11 @@ class SpeculativeDecoder:
                 rollback=(rolled_back - committed) / len(active),
             )
 
+    def _of_tokens(self, logits: Logits) -> Logits:
+        """The columns that are tokens: without padding, and -inf where the table has holes."""
+        rows = logits[:, : self._num_tokens]
+        return masked(rows, self._holes) if self._holes else rows
+
     def _propose(self, active: Sequence[_Sequence]) -> list[Draft]:
         """One draft per sequence, empty where none is wanted."""
         drafts = [Draft(())] * len(active)
@@ -335,13 +348,19 @@ class SpeculativeDecoder:
                     f"{len(requests)} requests: give one each, in order"
                 )
             for (index, request), draft in zip(requests.items(), answers, strict=True):
-                if len(draft.token_ids) > request.num_tokens:
-                    raise ValueError(
-                        f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} tokens "
-                        f"where at most {request.num_tokens} were asked for"
-                    )
-                drafts[index] = draft
+                drafts[index] = draft._replace(token_ids=self._checked(draft, request.num_tokens))
         return drafts
+
+    def _checked(self, draft: Draft, limit: int) -> list[int]:
+        name, size = type(self.drafter).__name__, self.target.vocab.size
+        token_ids = [operator.index(token) for token in draft.token_ids]
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"{name} proposed {len(token_ids)} tokens where at most {limit} were asked for"
+            )
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise ValueError(f"{name} proposed {token_ids}, but ids are 0 to {size - 1}")
+        return token_ids
 
 
 def _what_lacks(thing: object) -> str:

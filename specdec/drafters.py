@@ -1,5 +1,6 @@
 """Where drafts come from."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -115,8 +116,10 @@ class ModelDrafter(Drafter):
             going: list[tuple[int, Cache, Sequence[int], int]] = []
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
-                token = pick(row[:, : self._num_tokens])[0][0]
-                if token in self._shared:
+                (token,), (score,) = pick(row[:, : self._num_tokens])
+                if math.isnan(score):
+                    requests[index].state.reason = "the draft's logits hold a NaN"
+                elif token in self._shared:
                     tokens[index].append(token)
                     if wanted > 1:
                         going.append((index, cache, [token], wanted - 1))

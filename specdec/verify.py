@@ -1,7 +1,8 @@
 """Which drafted tokens stand: pure functions over the target's rows."""
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -9,7 +10,7 @@ from array_api_compat import array_namespace
 from specdec.backend import Logits
 from specdec.errors import LogitsError
 
-__all__ = ["pick", "verify_drafts"]
+__all__ = ["masked", "pick", "verify_drafts"]
 
 
 def _on_host(rows: Logits) -> Logits:
@@ -26,14 +27,21 @@ def _on_host(rows: Logits) -> Logits:
         return rows  # another device, or a dtype that numpy lacks
 
 
+def masked(rows: Logits, ids: Sequence[int]) -> Logits:
+    """A copy of ``rows`` in which these ids can't be chosen."""
+    rows = _on_host(rows)
+    rows = rows.copy() if isinstance(rows, np.ndarray) else rows.clone()
+    rows[:, ids] = -math.inf
+    return rows
+
+
 def pick(rows: Logits) -> tuple[list[int], list[float]]:
     """The best id of every row and its score, found where the rows live; the first one on ties.
 
+    A row with a NaN has its NaN as the maximum, so its score tells.
+
     Args:
         rows: ``(n, vocab)`` scores, any array-API array.
-
-    Raises:
-        LogitsError: A row holds a NaN.
     """
     rows = _on_host(rows)
     if isinstance(rows, np.ndarray):
@@ -46,13 +54,6 @@ def pick(rows: Logits) -> tuple[list[int], list[float]]:
         both = xp.concat([xp.astype(winners, xp.float64), xp.astype(peaks, xp.float64)], axis=-1)
         home = both.tolist()  # one transfer
         best, peaks = [int(token) for token, _ in home], [peak for _, peak in home]
-    # A row with a NaN has its NaN as the maximum, so looking at the winners is enough.
-    for row, peak in enumerate(peaks):
-        if math.isnan(peak):
-            raise LogitsError(
-                f"row {row} of the logits holds a NaN: the model overflowed or its weights are "
-                "broken; try another dtype"
-            )
     return best, peaks
 
 
@@ -75,15 +76,15 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
 
     Raises:
         ValueError: The shapes don't fit.
-        LogitsError: A ValueError too: a row holds a NaN, or the row that decides the last token
-            leaves none (every score is -inf).
+        LogitsError: A ValueError too: a row that counts holds a NaN, or the row that decides the
+            last token leaves none (every score is -inf). Rows behind a wrong draft don't count.
 
     >>> import numpy as np
     >>> rows = np.eye(5)[[3, 1, 4]]  # the target wants 3, then 1, then 4
     >>> verify_drafts([3, 2], rows)
     ([3, 1], 1)
     """
-    drafts = [int(token) for token in draft_tokens]
+    drafts = [operator.index(token) for token in draft_tokens]
     if not hasattr(target_logits, "shape"):
         target_logits = np.asarray(target_logits)
     shape = tuple(target_logits.shape)
@@ -98,6 +99,12 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
         if draft != choice:
             break
         num_correct += 1
+    for row, score in enumerate(scores[: num_correct + 1]):
+        if math.isnan(score):
+            raise LogitsError(
+                f"row {row} of the logits holds a NaN: the model overflowed or its weights are "
+                "broken; try another dtype"
+            )
     if scores[num_correct] == -math.inf:
         raise LogitsError(f"row {num_correct} leaves no token: every score is -inf")
     return choices[: num_correct + 1], num_correct

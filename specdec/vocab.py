@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from specdec.errors import VocabularyMismatchError
 
@@ -20,8 +20,7 @@ class Vocabulary:
     Attributes:
         size: Width of a row of logits. May exceed ``len(tokens)``: the rest is padding.
         tokens: The bytes of every id, special tokens by their literal text (``b"<|im_end|>"``).
-            None spells nothing. Ids past the last real token are padding: never proposed, never
-            emitted.
+            None, or an id past the end of the table, is no token: never proposed, never emitted.
         eos_ids: Every id that ends a text.
         special_ids: Ids that steer the model and are left out of texts.
         bos_id: The id that starts a text, if the model has one.
@@ -53,6 +52,11 @@ class Vocabulary:
         tokens = self.tokens
         return next(i for i in range(len(tokens), 0, -1) if tokens[i - 1] is not None)
 
+    @property
+    def holes(self) -> list[int]:
+        """Ids below ``num_tokens`` that are no tokens."""
+        return [i for i, token in enumerate(self.tokens[: self.num_tokens]) if token is None]
+
     def spell(self, token_id: int) -> bytes:
         """The bytes that an id adds to a text: none for special ids and padding."""
         if token_id in self.special_ids or token_id >= len(self.tokens):
@@ -68,25 +72,36 @@ def encode_prompt(vocab: Vocabulary, prompt: Prompt) -> list[int]:
         TypeError: The prompt is of no known kind, or the backend can't encode it.
     """
     if isinstance(prompt, str):
-        if vocab.encode is None:
-            raise TypeError("this backend has no tokenizer: give the prompt as a list of ids")
-        ids = list(vocab.encode(prompt))
-    elif isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__iter__"):
+        ids = _encode_with(vocab.encode, "tokenizer", prompt, vocab.bos_id)
+    elif isinstance(prompt, bytes | bytearray | Mapping) or not hasattr(prompt, "__iter__"):
         raise TypeError(f"a prompt is text, ids or chat messages, not {type(prompt).__name__}")
-    elif prompt and isinstance(prompt[0], Mapping):
-        if vocab.encode_chat is None:
-            raise TypeError("this model has no chat template: give the prompt as text or ids")
-        ids = list(vocab.encode_chat(cast("Sequence[Message]", prompt)))
     else:
-        ids = [operator.index(cast("int", token)) for token in prompt]
-    if vocab.bos_id is not None and ids[:2] == [vocab.bos_id] * 2:
-        del ids[0]  # the text or the template brought a BOS and the tokenizer added its own
-    if not ids and vocab.bos_id is None:
-        raise ValueError("the prompt is empty and the model has no BOS to start from: give a token")
-    ids = ids or [cast("int", vocab.bos_id)]
+        items = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            ids = _encode_with(vocab.encode_chat, "chat template", items, vocab.bos_id)
+        else:
+            ids = [operator.index(cast("int", token)) for token in items]
+    if not ids:
+        if vocab.bos_id is None:
+            raise ValueError("the prompt is empty and the model has no BOS to start from")
+        ids = [vocab.bos_id]
     for token in ids:
         if not 0 <= token < vocab.size:
             raise ValueError(f"prompt id {token} is outside the vocabulary of {vocab.size} ids")
+    return ids
+
+
+def _encode_with(
+    encode: Callable[[Any], list[int]] | None, what: str, prompt: Any, bos_id: int | None
+) -> list[int]:
+    if encode is None:
+        raise TypeError(f"this backend has no {what}: give the prompt in another form, as ids say")
+    try:
+        ids = list(encode(prompt))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt isn't valid Unicode: {error}") from error
+    if bos_id is not None and ids[:2] == [bos_id] * 2:
+        del ids[0]  # the text or the template brought a BOS and the tokenizer added its own
     return ids
 
 

@@ -16,6 +16,7 @@ from specdec import (
     Drafter,
     DraftRequest,
     GenerationResult,
+    ModelDrafter,
     RuntimeFailure,
     SpeculativeDecoder,
 )
@@ -364,6 +365,9 @@ def test_the_last_slot_of_the_context() -> None:
         ({"stop": ""}, ValueError, "at least one character"),
         ({"stop": ["a", ""]}, ValueError, "at least one character"),
         ({"stop_token_ids": [6]}, ValueError, "stop id 6 is outside the vocabulary of 6 ids"),
+        ({"stop_token_ids": iter([2])}, TypeError, "stop_token_ids a list of ids, not .*iterator"),
+        ({"stop": (s for s in "ab")}, TypeError, "a text or a list of texts"),
+        ({"stop": None}, TypeError, "a text or a list of texts"),
         ({"max_tokens": 3}, TypeError, "no option 'max_tokens'; there are max_new_tokens, stop"),
     ],
 )
@@ -389,7 +393,7 @@ def test_one_bad_prompt_of_a_batch_is_refused_before_any_work() -> None:
 
 def test_bad_parts_are_refused_at_construction() -> None:
     target = TableBackend.random(6)
-    bad: list[Any] = ["gpt2", 7]
+    bad: list[Any] = ["gpt2", 7, ModelDrafter]
     for thing in bad:
         with pytest.raises(TypeError, match="target must be a ModelBackend"):
             SpeculativeDecoder(thing)
@@ -397,6 +401,8 @@ def test_bad_parts_are_refused_at_construction() -> None:
             SpeculativeDecoder(target, thing)
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         SpeculativeDecoder(target, target, num_draft_tokens=-1)
+    with pytest.raises(TypeError, match="prompts is one text"):
+        SpeculativeDecoder(target).generate_batch("abc")
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
         SpeculativeDecoder(target).generate_batch([[1]], max_batch=0)
 
@@ -422,14 +428,64 @@ def test_a_drafter_that_answers_too_few_requests_is_named() -> None:
         SpeculativeDecoder(TableBackend.random(6), Mute()).generate([1])
 
 
-def test_a_model_that_puts_out_nan_is_named_and_costs_nothing_else() -> None:
+def test_a_target_of_nan_is_an_error_and_a_draft_of_nan_is_none() -> None:
     target = TableBackend.random(6, seed=3)
     broken = TableBackend(np.where(np.arange(6) == 2, np.nan, target.table))
-    for pair in ((broken, target), (target, broken)):
-        decoder = SpeculativeDecoder(*pair)
-        with pytest.raises(BackendError, match="holds a NaN"):
-            decoder.generate([1, 2], max_new_tokens=9)
-        assert target.open_caches == broken.open_caches == 0
+    with pytest.raises(BackendError, match="holds a NaN"):
+        SpeculativeDecoder(broken, target).generate([1, 2], max_new_tokens=9)
+    result = SpeculativeDecoder(target, broken).generate([1, 2], max_new_tokens=9)
+    plain = SpeculativeDecoder(target).generate([1, 2], max_new_tokens=9)
+    assert outcome(result) == outcome(plain)
+    assert result.stats.reason == "the draft's logits hold a NaN"
+    assert target.open_caches == broken.open_caches == 0
+
+
+def test_ids_that_are_no_tokens_are_neither_proposed_nor_put_out() -> None:
+    table = np.random.default_rng(0).standard_normal((6, 6, 8)).astype(np.float32)
+    table[..., [2, 5, 6, 7]] += 10
+    tokens = [b"a", b"b", None, b"d", b"e", None]
+    target, draft = TableBackend(table, tokens=tokens), TableBackend(-table, tokens=tokens)
+    for model in (None, draft, target):
+        result = SpeculativeDecoder(target, model).generate([0], max_new_tokens=30)
+        assert set(result.token_ids) <= {0, 1, 3, 4}
+
+
+@pytest.mark.parametrize("ids", [[-1], [6], np.array([0, 99])])
+def test_a_drafter_that_proposes_what_is_no_id_is_named(ids: Any) -> None:
+    with pytest.raises(ValueError, match=r"Scripted proposed \[.*\], but ids are 0 to 5"):
+        SpeculativeDecoder(TableBackend.random(6), Scripted(iter([ids]))).generate([1])
+
+
+def test_a_drafter_may_give_any_kind_of_whole_numbers() -> None:
+    target = TableBackend.random(6, seed=3)
+    plain = SpeculativeDecoder(target).generate([1], max_new_tokens=3)
+    guess: Any = np.array(plain.token_ids[:2])
+    result = SpeculativeDecoder(target, Scripted(iter([guess]))).generate([1], max_new_tokens=3)
+    assert outcome(result) == outcome(plain)
+    assert all(type(token) is int for token in result.token_ids)
+    assert result.stats.num_correct_drafts == 2
+
+
+def test_every_sequence_is_closed_once_even_if_closing_fails() -> None:
+    class Sticky(Drafter):
+        def __init__(self) -> None:
+            self.closed: list[int] = []
+
+        def open(self, prompt_ids: Sequence[int]) -> int:
+            return prompt_ids[0]
+
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft([]) for _ in requests]
+
+        def close(self, state: int) -> None:
+            self.closed.append(state)
+            raise RuntimeError("stuck")
+
+    target, drafter = TableBackend.random(6, seed=3), Sticky()
+    with pytest.raises(RuntimeError, match="stuck"):
+        SpeculativeDecoder(target, drafter).generate_batch([[1], [2], [3]], max_new_tokens=5)
+    assert sorted(drafter.closed) == [1, 2, 3]
+    assert target.open_caches == 0
 
 
 def test_progress_is_reported_while_the_prompt_is_read() -> None:

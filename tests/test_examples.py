@@ -21,6 +21,7 @@ SHOWS = {
     "gguf_pair": "(100% of the drafts stood)",
     "custom_backend": " to the cat",
     "wrapped_backends": "forward [(2, ",
+    "own_drafter": "heedaebefcbf",
 }
 
 

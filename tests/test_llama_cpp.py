@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ from llama_cpp import llama_cpp as lib
 from specdec_llama_cpp import LlamaCppBackend
 from specdec_llama_cpp import backend as backend_module
 from specdec_llama_cpp import context as context_module
+from specdec_llama_cpp import log as log_module
 from specdec_llama_cpp.context import Model
 
 IDS = [257, 279, 272, 262, 258, 32, 100, 111, 103, 32, 291, 32, 104, 195, 169, 108, 277, 10, 5, 9]
@@ -215,7 +217,7 @@ def test_c3_a_refused_crop_is_an_error(
                 backend.crop(cache, 5)
         assert len(cache) == len(IDS)
         (rows,) = backend.forward([Span(cache, [3], 1)])
-        np.testing.assert_array_equal(rows, rows_of(backend, [*IDS, 3], 1))
+        assert_close(rows, rows_of(backend, [*IDS, 3], 1))
         backend.crop(cache, len(IDS))
 
 
@@ -243,7 +245,7 @@ def test_c4_bad_calls_change_nothing(backend: LlamaCppBackend) -> None:
             call()
     assert (len(cache), len(other)) == (len(IDS), 1)
     (rows,) = backend.forward([Span(cache, [3], 1)])
-    np.testing.assert_array_equal(rows, rows_of(backend, [*IDS, 3], 1))
+    assert_close(rows, rows_of(backend, [*IDS, 3], 1))
 
 
 def test_c4_a_cache_can_be_filled_to_the_last_token(tiny_llama: Any) -> None:
@@ -384,7 +386,7 @@ def test_c7_a_failed_growth_changes_nothing(
                     backend.forward([Span(cache, some_ids(600), 1)])
             assert len(cache) == len(IDS)
             (rows,) = backend.forward([Span(cache, [3], 1)])
-            np.testing.assert_array_equal(rows, rows_of(backend, [*IDS, 3], 1))
+            assert_close(rows, rows_of(backend, [*IDS, 3], 1))
             backend.crop(cache, len(IDS))
 
 
@@ -779,3 +781,39 @@ def write_tiny_mamba(path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_threads_that_share_a_backend_get_their_own_rows(tiny_llama: Any) -> None:
+    """Each thread reads its rows when the others have long gone on."""
+    with LlamaCppBackend(tiny_llama.gguf, n_threads=1) as backend:
+
+        def run(seed: int) -> list[np.ndarray[Any, Any]]:
+            ids = np.random.default_rng(seed).integers(0, 256, 12).tolist()
+            with closing(backend.new_cache()) as cache:
+                return [backend.forward([Span(cache, [token], 1)])[0] for token in ids]
+
+        alone = [run(seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(5):
+                for rows, expected in zip(pool.map(run, range(4)), alone, strict=True):
+                    for row, other in zip(rows, expected, strict=True):
+                        assert_close(row, other)
+
+
+def test_an_interrupt_inside_the_log_comes_out_of_the_call() -> None:
+    """Python swallows what is raised in a callback from C."""
+
+    class Interrupted(list[str]):
+        def append(self, _line: str) -> None:
+            raise KeyboardInterrupt
+
+    def interrupted_call() -> None:
+        with log_module.borrowed_log():
+            log_module._reader.errors = Interrupted()
+            log_module._receive(log_module.ERROR, b"some line", None)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_call()
+    with log_module.borrowed_log() as errors:
+        log_module._receive(log_module.ERROR, b"another", None)
+    assert errors == ["another"]

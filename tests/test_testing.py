@@ -12,9 +12,17 @@ from specdec.testing.table import TableCache
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("padding", [0, 3])
-def test_the_reference_backend_conforms(check: Check, padding: int) -> None:
-    check(TableBackend.random(9, padding=padding, max_context=200))
+@pytest.mark.parametrize("fill", [None, -np.inf, -1e9, 1e9])
+def test_the_reference_backend_conforms(check: Check, fill: float | None) -> None:
+    check(model_of(TableBackend, fill))
+
+
+def model_of(kind: type[TableBackend], fill: float | None) -> TableBackend:
+    """A random model, with an id of padding that scores ``fill`` as some real models' do."""
+    base = TableBackend.random(9, padding=0 if fill is None else 1)
+    if fill is not None:
+        base.table[..., 9:] = fill
+    return kind(base.table, max_context=400)
 
 
 class AllRows(TableBackend):
@@ -73,10 +81,10 @@ class StaleCrop(TableBackend):
 
 
 class WrappedWindow(TableBackend):
-    """C3: keeps only the last 40 tokens, so a crop past them restores nothing."""
+    """C3: keeps only the last 200 tokens, so a crop past them restores nothing."""
 
     def crop(self, cache: Any, length: int) -> None:
-        wrapped = len(cache) > 40
+        wrapped = len(cache) > 200
         super().crop(cache, length)
         if wrapped:
             cache.ids[:] = [0] * length
@@ -170,18 +178,18 @@ class SmallTable(TableBackend):
         (SmallTable, "check_vocabulary"),
     ],
 )
-def test_a_broken_backend_is_caught(mutant: type[TableBackend], caught_by: str) -> None:
+@pytest.mark.parametrize("fill", [None, -1e9])
+def test_a_broken_backend_is_caught(
+    mutant: type[TableBackend], caught_by: str, fill: float | None
+) -> None:
     (check,) = (check for check in CHECKS if check.__name__ == caught_by)
     with pytest.raises((AssertionError, RuntimeFailure)):
-        check(mutant.random(9, max_context=200))
+        check(model_of(mutant, fill))
 
 
 def test_every_check_is_proved_to_catch_something() -> None:
-    (cases,) = (
-        mark.args[1]
-        for mark in test_a_broken_backend_is_caught.pytestmark  # type: ignore[attr-defined]
-        if mark.name == "parametrize"
-    )
+    marks = test_a_broken_backend_is_caught.pytestmark  # type: ignore[attr-defined]
+    (cases,) = (mark.args[1] for mark in marks if mark.args[0] == ("mutant", "caught_by"))
     assert {caught_by for _, caught_by in cases} == {check.__name__ for check in CHECKS}
 
 

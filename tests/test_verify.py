@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specdec import verify_drafts
+from specdec import LogitsError, verify_drafts
 
 
 def to_torch(rows: np.ndarray[Any, Any]) -> Any:
@@ -75,11 +75,13 @@ def test_refuses_rows_that_do_not_fit(wrap: Any, bad: tuple[int, ...]) -> None:
 
 @LIBRARIES
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_refuses_nan_anywhere(wrap: Any, row: int) -> None:
-    rows = np.zeros((3, 4), np.float32)
-    rows[row, 2] = math.nan
-    with pytest.raises(ValueError, match=f"row {row} of the logits holds a NaN"):
-        verify_drafts([3, 3], wrap(rows))
+def test_refuses_nan_in_every_row_that_counts_and_in_no_other(wrap: Any, row: int) -> None:
+    rows = np.eye(4, dtype=np.float32)[[1, 2, 3]]
+    rows[row, 0] = math.nan
+    with pytest.raises(LogitsError, match=f"row {row} of the logits holds a NaN"):
+        verify_drafts([1, 2], wrap(rows))
+    if row:  # plain decoding would never have looked at what lies behind a wrong draft
+        assert verify_drafts([3, 2], wrap(rows)) == ([1], 0)
 
 
 @LIBRARIES
@@ -91,11 +93,18 @@ def test_a_row_without_any_token_matters_only_where_it_decides(wrap: Any) -> Non
         verify_drafts([1, 2], wrap(rows))
 
 
+@pytest.mark.parametrize("bad", [1.5, "1", None])
+def test_refuses_drafts_that_are_no_ids(bad: Any) -> None:
+    with pytest.raises(TypeError):
+        verify_drafts([bad], np.eye(3)[[1, 2]])
+
+
 def test_takes_ids_and_rows_in_other_dresses() -> None:
     torch = pytest.importorskip("torch")
     rows = torch.eye(5, dtype=torch.bfloat16)[[3, 1, 4]].requires_grad_()
     assert verify_drafts(torch.tensor([3, 1]), rows) == ([3, 1, 4], 2)
     assert verify_drafts(np.array([3, 0]), rows) == ([3, 1], 1)
+    assert verify_drafts([3, 1], rows.tolist()) == ([3, 1, 4], 2)
 
 
 @pytest.mark.gpu("torch")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec import ModelDrafter, SpeculativeDecoder, Vocabulary, VocabularyMismatchError
@@ -48,12 +49,27 @@ def test_ids_are_checked(bad: int) -> None:
         encode_prompt(vocabulary(*LETTERS), [3, bad])
 
 
+def test_ids_are_taken_as_they_are() -> None:
+    vocab = vocabulary(*LETTERS, bos_id=0)
+    assert encode_prompt(vocab, [0, 0, 3]) == [0, 0, 3]
+    others: list[Any] = [np.array([2, 1]), iter([2, 1])]
+    assert [encode_prompt(vocab, other) for other in others] == [[2, 1], [2, 1]]
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    vocab = vocabulary(*LETTERS, encode=lambda text: list(text.encode()))
+    with pytest.raises(ValueError, match="the prompt isn't valid Unicode"):
+        encode_prompt(vocab, "a\udcff")
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
         (7, "not int"),
         (None, "not NoneType"),
         ([1.5], "float"),
+        (b"abc", "not bytes"),
+        ({"role": "user", "content": "hi"}, "not dict"),
         ("text", "no tokenizer"),
         ([{"role": "user", "content": "hi"}], "no chat template"),
     ],

@@ -170,6 +170,8 @@ def _processor_config(config: PreTrainedConfig) -> Mapping[str, Any]:
 def _dequantized(tensor: _Tensor) -> np.ndarray[Any, Any]:
     block, size = gguf.GGML_QUANT_SIZES[tensor.kind]
     shape = (*tensor.shape[:-1], tensor.shape[-1] // block * size)
+    if np.prod(shape) > len(tensor.data):
+        raise ValueError(f"the file ends inside the tensor {tensor.name}: fetch it again")
     raw = np.frombuffer(tensor.data, np.uint8, count=int(np.prod(shape))).reshape(shape)
     values: np.ndarray[Any, Any] = gguf.dequantize(raw, tensor.kind)
     return values

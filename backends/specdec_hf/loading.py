@@ -69,11 +69,13 @@ def load(
         FileNotFoundError: A path that isn't there.
         OSError: A hub id that is neither stored here nor can be fetched.
     """
+    if not name:
+        raise ValueError("the name of the model is empty: give a folder, a .gguf file or a hub id")
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and gguf_file is None:
+    if path.suffix.lower() == ".gguf" and gguf_file is None:
         path, gguf_file = path.parent, path.name
     local = path.exists()
-    if not local and (path.is_absolute() or name.startswith(".") or name.endswith(".gguf")):
+    if not local and (path.is_absolute() or name.startswith(".") or gguf_file):
         raise FileNotFoundError(f"{name!r} isn't there: check the path")
     if local and gguf_file is not None and not (path / gguf_file).is_file():
         raise FileNotFoundError(f"{gguf_file!r} isn't in the folder {str(path)!r}: check the name")

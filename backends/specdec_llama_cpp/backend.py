@@ -190,7 +190,7 @@ class LlamaCppBackend:
             return LlamaCppCache(self, slot)
 
     def forward(self, batch: Sequence[Span]) -> list[Rows]:
-        """Feed every span; rows are numpy views of llama.cpp's own buffer where that is possible.
+        """Feed every span; rows are numpy arrays of their own.
 
         Raises:
             RuntimeFailure: llama.cpp failed. No cache has changed.
@@ -239,7 +239,7 @@ class LlamaCppBackend:
             self._torn = False
 
     def close(self) -> None:
-        """Free the weights and every cache; twice does nothing. Rows in use stay readable."""
+        """Free the weights and every cache; twice does nothing. Rows stay readable."""
         with self._lock:
             self._context = self._model = None
             self._tokenizer.close()
@@ -319,8 +319,7 @@ class LlamaCppBackend:
             context.decode(packed.piece(start, end))
             count = int(np.count_nonzero(packed.wanted[start:end]))
             if count:
-                part = context.rows(count)
-                parts.append(part if end == packed.count else part.copy())
+                parts.append(context.rows(count))
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts or [self._no_rows()])
         ends = accumulate(span.num_logits for span in batch)
         return [rows[end - span.num_logits : end] for end, span in zip(ends, batch, strict=True)]

@@ -1,6 +1,7 @@
 """llama.cpp's model, context and batch as objects that own their memory."""
 
 import ctypes
+import os
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -29,7 +30,7 @@ class Model:
         parameters.n_gpu_layers = n_gpu_layers
         parameters.use_extra_bufts = repack
         with borrowed_log(verbose=verbose) as errors:
-            pointer = lib.llama_model_load_from_file(str(path).encode(), parameters)
+            pointer = lib.llama_model_load_from_file(os.fsencode(path), parameters)
         if not pointer:
             raise RuntimeFailure(f"llama.cpp can't load {path}: {spoken(errors)}")
         self.path = path
@@ -52,10 +53,7 @@ class Model:
 
 
 class Context:
-    """Room for the keys and values of some sequences, and the rows of the last decode.
-
-    Rows are views that keep the context alive, so no late reader meets freed memory.
-    """
+    """Room for the keys and values of some sequences."""
 
     def __init__(
         self,
@@ -94,13 +92,12 @@ class Context:
             )
 
     def rows(self, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The logits of the last decode, in the order of its tokens: ``(count, vocab)``."""
-        width = self.model.vocab_size
-        start = ctypes.addressof(lib.llama_get_logits(self.pointer).contents)
-        buffer: Any = (ctypes.c_float * (count * width)).from_address(start)
-        buffer.owner = self
-        rows: np.ndarray[Any, np.dtype[np.float32]] = np.frombuffer(buffer, np.float32)
-        return rows.reshape(count, width)
+        """The logits of the last decode, in the order of its tokens: ``(count, vocab)``.
+
+        A copy: the next decode, of another thread perhaps, writes over the buffer or frees it.
+        """
+        start = lib.llama_get_logits(self.pointer)
+        return np.ctypeslib.as_array(start, (count, self.model.vocab_size)).copy()
 
     def length(self, slot: int) -> int:
         """How many tokens the memory holds of a sequence."""

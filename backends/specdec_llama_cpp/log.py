@@ -22,6 +22,7 @@ class _Reader(threading.local):
     errors: list[str] | None = None
     verbose = False
     last_level = 0
+    interrupt: BaseException | None = None
 
 
 _reader = _Reader()
@@ -29,12 +30,15 @@ _reader = _Reader()
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator]
 def _receive(level: int, text: bytes, _data: int | None) -> None:
-    if _reader.verbose and _owner:
-        _owner(level, text, _owner_data)
-    if level != CONTINUED:
-        _reader.last_level = level
-    if _reader.last_level == ERROR and _reader.errors is not None:
-        _reader.errors.append(text.decode("utf-8", "replace"))
+    try:
+        if _reader.verbose and _owner:
+            _owner(level, text, _owner_data)
+        if level != CONTINUED:
+            _reader.last_level = level
+        if _reader.last_level == ERROR and _reader.errors is not None:
+            _reader.errors.append(text.decode("utf-8", "replace"))
+    except BaseException as error:  # Ctrl-C: out of a callback it would be lost
+        _reader.interrupt = error
 
 
 @contextmanager
@@ -61,3 +65,6 @@ def borrowed_log(*, verbose: bool = False) -> Iterator[list[str]]:
             _borrowers -= 1
             if _borrowers == 0:
                 lib.llama_log_set(_owner, _owner_data)
+    if _reader.interrupt is not None:
+        interrupt, _reader.interrupt = _reader.interrupt, None
+        raise interrupt

@@ -61,8 +61,8 @@ def generate(
             "in llama.cpp",
             style="dim",
         )
-    target, draft = open_pair(target_model, draft_model, options)
     text = sys.stdin.read() if prompt == "-" else prompt
+    target, draft = open_pair(target_model, draft_model, options)
     request: Prompt = [{"role": "user", "content": text}] if chat else text
     with prompt_progress() as progress:
         decoder = SpeculativeDecoder(

@@ -18,7 +18,7 @@ def open_model(spec: str, options: Options) -> ModelBackend:
     """Load ``[BACKEND:]MODEL``; without a backend, a GGUF goes to llama.cpp and the rest to HF."""
     name, separator, path = spec.partition(":")
     if not separator or len(name) < 2 or Path(spec).exists():  # C:\model is a path
-        name, path = ("llama-cpp" if Path(spec).suffix == ".gguf" else "hf"), spec
+        name, path = ("llama-cpp" if Path(spec).suffix.lower() == ".gguf" else "hf"), spec
     load = load_backend(name)
     if not path:
         raise ValueError(f"{spec!r} names no model: put one after the colon")

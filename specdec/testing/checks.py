@@ -2,8 +2,8 @@
 
 C7 needs faults of the runtime's own, which only its own tests can make. The checks feed ids that
 mean nothing, so any model will do; a tiny one makes them quick. ``tolerance`` is the largest
-difference of two rows that counts as rounding, in units of the row's largest score: 0.001 suits
-float32, 0.05 suits bfloat16 and quantised kernels.
+difference of two rows that counts as rounding, in units of the middle half of the row's scores:
+0.001 suits float32, 0.2 suits bfloat16 and quantised kernels.
 """
 
 from collections.abc import Sequence
@@ -89,16 +89,28 @@ def check_batch(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
         cache.close()
 
 
-def check_crop(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
+def check_crop(backend: ModelBackend, *, tolerance: float = 1e-3, far: int = 320) -> None:
     """C3 and C5: crop, then forward, equals never having been there.
 
-    Both caches are fed in the same steps, so that nothing but the crops can make a difference.
+    Looks at the first tokens and at those before position ``far``; give one past the model's
+    attention window if that is longer. Both caches are fed in the same steps, so that nothing but
+    the crops can make a difference.
     """
+    far = min(far, backend.max_context)
+    for start, end in ((0, min(64, far)), (max(0, far - 32), far)):
+        crop_at_random(backend, start, end, tolerance)
+
+
+def crop_at_random(backend: ModelBackend, start: int, end: int, tolerance: float) -> None:
+    """Feed up to ``end``, from ``start`` on in small steps with detours that are taken back."""
     rng = np.random.default_rng(0)
-    ids = some_ids(backend, min(96, backend.max_context))
-    other = some_ids(backend, len(ids), seed=1)
+    ids = some_ids(backend, end)
+    other = some_ids(backend, end, seed=1)
     with closing(backend.new_cache()) as cache, closing(backend.new_cache()) as straight:
-        length = 0
+        for begin in range(0, start, 256):
+            for each in (cache, straight):
+                feed(backend, each, ids[begin : min(begin + 256, start)], 0)
+        length = start
         while length < len(ids):
             detour = int(rng.integers(0, min(9, len(ids) - length) + 1))
             if detour:
@@ -129,15 +141,17 @@ def check_limits(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
         expected = feed(backend, fresh, ids, 1)
         with closing(backend.new_cache()) as good:
             feed(backend, cache, ids[:-1], 0)
-            too_many = ids[:1] * (backend.max_context - len(ids) + 2)
+            # As many as don't fit, but no list that fills the memory where nearly anything fits.
+            too_many = ids[:1] * min(backend.max_context - len(ids) + 2, 1 << 20)
             bad_spans = [
                 (Span(cache, [backend.vocab.size], 1), TokenIdError),
                 (Span(cache, [-1], 1), TokenIdError),
                 (Span(cache, ids[:2], 3), ValueError),
                 (Span(cache, [], 0), ValueError),
-                (Span(cache, too_many, 1), ContextFullError),
                 (Span(good, ids, 1), ValueError),
             ]
+            if len(cache) + len(too_many) > backend.max_context:
+                bad_spans.append((Span(cache, too_many, 1), ContextFullError))
             for span, error in bad_spans:
                 assert raises(error, lambda span=span: backend.forward([Span(good, ids, 1), span]))
                 assert (len(good), len(cache)) == (0, len(ids) - 1)
@@ -219,11 +233,20 @@ def to_numpy(rows: Logits) -> NDArray[np.float32]:
 
 
 def same(rows: NDArray[np.float32], expected: NDArray[np.float32], tolerance: float) -> bool:
-    """Whether two sets of rows are equal up to rounding."""
-    if rows.shape != expected.shape or not rows.size:
-        return rows.shape == expected.shape
-    scale = np.abs(expected).max(axis=-1, keepdims=True)
-    return bool((np.abs(rows - expected) <= tolerance * scale).all())
+    """Whether two sets of rows are equal up to rounding.
+
+    The middle half of a row gives the scale, since masked ids may have scores of any size.
+    """
+    if rows.shape != expected.shape:
+        return False
+    for row, other in zip(rows, expected, strict=True):
+        finite = np.isfinite(other)
+        if not np.array_equal(row[~finite], other[~finite]):
+            return False
+        low, high = np.percentile(other[finite], [25, 75])
+        if not (np.abs(row[finite] - other[finite]) <= tolerance * (high - low)).all():
+            return False
+    return True
 
 
 def raises(error: type[Exception], call: Any) -> bool:
