@@ -7,11 +7,15 @@ of the machine hits all of them. Prints medians and ratios; ``--json FILE`` keep
 
 import argparse
 import json
+import os
 import platform
 import statistics
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+# As the command line does: two runtimes take turns, so idle threads should soon sleep.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 from rich.console import Console

@@ -261,9 +261,9 @@ class SpeculativeDecoder:
                     self._open(waiting[0])
                     active.append(waiting.popleft())
                 self._round(active)
-                finished = [s for s in active if s.output.finish_reason]
-                active = [s for s in active if s.output.finish_reason is None]
-                self._close(finished)
+                if finished := [s for s in active if s.output.finish_reason]:
+                    active = [s for s in active if s.output.finish_reason is None]
+                    self._close(finished)
                 yield
         finally:
             self._close(active)
@@ -348,12 +348,13 @@ class SpeculativeDecoder:
                     f"{len(requests)} requests: give one each, in order"
                 )
             for (index, request), draft in zip(requests.items(), answers, strict=True):
-                drafts[index] = draft._replace(token_ids=self._checked(draft, request.num_tokens))
+                token_ids = self._checked(draft, request.num_tokens)
+                drafts[index] = Draft(token_ids, draft.forward_ct, draft.reason)
         return drafts
 
     def _checked(self, draft: Draft, limit: int) -> list[int]:
         name, size = type(self.drafter).__name__, self.target.vocab.size
-        token_ids = [operator.index(token) for token in draft.token_ids]
+        token_ids = list(map(operator.index, draft.token_ids))
         if len(token_ids) > limit:
             raise ValueError(
                 f"{name} proposed {len(token_ids)} tokens where at most {limit} were asked for"

@@ -84,7 +84,7 @@ def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[l
     >>> verify_drafts([3, 2], rows)
     ([3, 1], 1)
     """
-    drafts = [operator.index(token) for token in draft_tokens]
+    drafts = list(map(operator.index, draft_tokens))
     if not hasattr(target_logits, "shape"):
         target_logits = np.asarray(target_logits)
     shape = tuple(target_logits.shape)

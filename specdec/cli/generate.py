@@ -81,7 +81,7 @@ def generate(
 def show(stream: TokenStream, prompt: str) -> GenerationResult:
     """Print the text as it comes, behind the prompt; what the draft got right is green."""
     for number, event in enumerate(stream):
-        if number == 0:  # the bar that showed the reading of the prompt is gone by now
+        if number == 0 and out.is_terminal:  # the bar for the prompt is gone by now
             err.out(prompt, style="dim", end="")
         if out.is_terminal:
             out.out(event.text, style="green" if event.from_draft else None, end="")
