@@ -27,8 +27,9 @@ from specdec.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
-from specdec.stopping import FinishReason, TokenEvent
+from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
 from specdec.verify import verify_drafts
 from specdec.vocab import Message, Prompt, Vocabulary
 
@@ -49,14 +50,17 @@ __all__ = [
     "MissingRuntimeError",
     "ModelBackend",
     "ModelDrafter",
+    "Processor",
     "Prompt",
     "RuntimeFailure",
+    "SamplingParams",
     "Span",
     "SpecdecError",
     "SpeculativeDecoder",
     "Stats",
     "TokenEvent",
     "TokenIdError",
+    "TokenLogprobs",
     "TokenStream",
     "UnsupportedModelError",
     "Vocabulary",

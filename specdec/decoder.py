@@ -12,27 +12,47 @@ from specdec.backend import Cache, Logits, ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import ContextFullError
 from specdec.prefill import OnPrefill, prefill
+from specdec.sampling import Sampler, SamplingParams, log_probabilities
 from specdec.stats import Stats
-from specdec.stopping import FinishReason, Output, TokenEvent
-from specdec.verify import masked, verify_drafts
+from specdec.stopping import FinishReason, Output, TokenEvent, TokenLogprobs
+from specdec.verify import verify_drafts
 from specdec.vocab import Prompt, encode_prompt
 
-__all__ = ["GenerateOptions", "GenerationResult", "SpeculativeDecoder", "TokenStream"]
+__all__ = [
+    "BatchOptions",
+    "GenerateOptions",
+    "GenerationResult",
+    "SpeculativeDecoder",
+    "TokenStream",
+]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """What may be asked of a generation.
+class BatchOptions(TypedDict, total=False):
+    """What may be asked of a generation and holds for all prompts of a batch.
 
     Attributes:
         max_new_tokens: The most tokens to put out. Default 256.
         stop: One or several strings that end the text and are not part of it. The earliest in the
             text wins. Default none.
         stop_token_ids: Ids that end the text like an EOS. Default none.
+        logprobs: Tell each token's log-probability and those of so many best ids, by the model's
+            own distribution: before penalties, temperature and filters. Default neither.
     """
 
     max_new_tokens: int
     stop: str | Sequence[str]
     stop_token_ids: Collection[int]
+    logprobs: int
+
+
+class GenerateOptions(BatchOptions, total=False):
+    """What may be asked of a generation: ``BatchOptions``, and how to choose tokens.
+
+    Attributes:
+        sampling: How to choose tokens. Default greedy.
+    """
+
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +65,16 @@ class GenerationResult:
         finish_reason: ``"eos"``, ``"stop"`` (a stop string or id), ``"length"`` (all that was asked
             for) or ``"context"`` (the target's context is full).
         stats: Counters and times.
+        logprobs: One per id, if asked for; else None.
+        seed: The seed that gives this output again; None if it was greedy.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None
+    seed: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +84,20 @@ class _Sequence:
     ids: list[int]
     output: Output
     stats: Stats
+    sampler: Sampler
+    num_logprobs: int | None
     drafter: Drafter | None  # None: decode it plainly, for the reason in the statistics
     cache: Cache = field(init=False)
     draft_state: Any = field(init=False)
 
-    def commit(self, tokens: Sequence[int], num_correct: int) -> None:
+    def commit(self, tokens: Sequence[int], num_correct: int, logits: Logits) -> None:
         """Append accepted tokens up to the first stop; what lies behind it is dropped."""
         for index, token in enumerate(tokens):
             self.ids.append(token)
-            if not self.output.add(token, from_draft=index < num_correct):
+            scores = None
+            if self.num_logprobs is not None:
+                scores = log_probabilities(logits[index], token, self.num_logprobs)
+            if not self.output.add(token, from_draft=index < num_correct, logprobs=scores):
                 break
 
     def result(self) -> GenerationResult:
@@ -77,7 +106,10 @@ class _Sequence:
         if not stats.speculative and stats.reason is None:
             stats.reason = "the drafter proposed nothing"
         reason = cast("FinishReason", output.finish_reason)
-        return GenerationResult(output.text, output.token_ids, reason, stats)
+        logprobs = None if self.num_logprobs is None else output.logprobs
+        return GenerationResult(
+            output.text, output.token_ids, reason, stats, logprobs, self.sampler.seed
+        )
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -149,7 +181,6 @@ class SpeculativeDecoder:
         self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
         self._progress = progress
         self._num_tokens = target.vocab.num_tokens
-        self._holes = target.vocab.holes
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
         """Continue one prompt.
@@ -182,21 +213,32 @@ class SpeculativeDecoder:
         prompts: Iterable[Prompt],
         *,
         max_batch: int = 8,
-        **options: Unpack[GenerateOptions],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[BatchOptions],
     ) -> list[GenerationResult]:
         """Continue several prompts together; each result is what ``generate`` gives it alone.
 
         Args:
             prompts: The prompts; results come in their order.
             max_batch: The most sequences in one forward. A waiting one joins when one is done.
-            **options: See ``GenerateOptions``; they hold for every prompt.
+            sampling: How to choose tokens: for all prompts, or one for each.
+            **options: See ``BatchOptions``.
 
         Raises as ``generate`` does.
         """
         if isinstance(prompts, str):
             raise TypeError("prompts is one text: give a list of prompts, or call generate")
         _at_least(1, max_batch=max_batch)
-        sequences = [self._sequence(prompt, **options) for prompt in prompts]
+        prompts = list(prompts)
+        each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"sampling has {len(each)} entries for {len(prompts)} prompts: give one or one each"
+            )
+        sequences = [
+            self._sequence(prompt, sampling=params, **options)
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
         deque(self._rounds(sequences, max_batch), maxlen=0)
         return [sequence.result() for sequence in sequences]
 
@@ -207,11 +249,13 @@ class SpeculativeDecoder:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         stop_token_ids: Collection[int] = (),
+        sampling: SamplingParams | None = None,
+        logprobs: int | None = None,
         **unknown: object,
     ) -> _Sequence:
         """Check every argument before any work."""
         if unknown:
-            options = ", ".join(GenerateOptions.__annotations__)
+            options = ", ".join(sorted(GenerateOptions.__optional_keys__))
             raise TypeError(f"there is no option {next(iter(unknown))!r}; there are {options}")
         vocab, limit = self.target.vocab, self.target.max_context
         _at_least(0, max_new_tokens=max_new_tokens)
@@ -233,7 +277,13 @@ class SpeculativeDecoder:
                 "shorten the prompt or load the target with a longer context"
             )
         output = Output(vocab, max_new_tokens, stop=stops, stop_token_ids=stop_token_ids)
-        sequence = _Sequence(ids, output, Stats(prompt_tokens=len(ids)), self.drafter)
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+        sampler = Sampler(sampling or SamplingParams(), vocab, len(ids), stop_token_ids)
+        if logprobs is not None:
+            _at_least(0, logprobs=logprobs)
+        stats = Stats(prompt_tokens=len(ids))
+        sequence = _Sequence(ids, output, stats, sampler, logprobs, self.drafter)
         if self.drafter is None:
             sequence.stats.reason = "no draft was given"
         elif self.num_draft_tokens == 0:
@@ -298,14 +348,18 @@ class SpeculativeDecoder:
             Span(sequence.cache, [sequence.ids[-1], *draft.token_ids], len(draft.token_ids) + 1)
             for sequence, draft in zip(active, drafts, strict=True)
         ]
+        rows = self.target.forward(batch)
         verdicts = [
-            verify_drafts(draft.token_ids, self._of_tokens(logits))
-            for draft, logits in zip(drafts, self.target.forward(batch), strict=True)
+            verify_drafts(
+                draft.token_ids, sequence.sampler.scores(logits, sequence.ids, draft.token_ids)
+            )
+            for sequence, draft, logits in zip(active, drafts, rows, strict=True)
         ]
         verified = perf_counter()
 
-        for sequence, draft, (tokens, num_correct) in zip(active, drafts, verdicts, strict=True):
-            sequence.commit(tokens, num_correct)
+        for sequence, draft, verdict, logits in zip(active, drafts, verdicts, rows, strict=True):
+            tokens, num_correct = verdict
+            sequence.commit(tokens, num_correct, logits[:, : self._num_tokens])
             sequence.stats.count_round(draft, num_correct)
             full = len(sequence.ids) > self.target.max_context
             if full and sequence.output.finish_reason is None:
@@ -327,11 +381,6 @@ class SpeculativeDecoder:
                 rollback=(rolled_back - committed) / len(active),
             )
 
-    def _of_tokens(self, logits: Logits) -> Logits:
-        """The columns that are tokens: without padding, and -inf where the table has holes."""
-        rows = logits[:, : self._num_tokens]
-        return masked(rows, self._holes) if self._holes else rows
-
     def _propose(self, active: Sequence[_Sequence]) -> list[Draft]:
         """One draft per sequence, empty where none is wanted."""
         drafts = [Draft(())] * len(active)
@@ -339,7 +388,9 @@ class SpeculativeDecoder:
         for index, sequence in enumerate(active):
             wanted = self._num_wanted(sequence)
             if sequence.drafter is not None and wanted > 0:
-                requests[index] = DraftRequest(sequence.draft_state, sequence.ids, wanted)
+                requests[index] = DraftRequest(
+                    sequence.draft_state, sequence.ids, wanted, sequence.sampler
+                )
         if self.drafter is not None and requests:
             answers = self.drafter.propose(list(requests.values()))
             if len(answers) != len(requests):

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from specdec.backend import Cache, ModelBackend, Span
 from specdec.prefill import prefill
+from specdec.sampling import Sampler
 from specdec.verify import pick
 from specdec.vocab import Vocabulary, shared_ids
 
@@ -21,6 +22,7 @@ class DraftRequest(NamedTuple):
     state: Any  # what the drafter's own ``open`` returned for it
     ids: Sequence[int]  # prompt and output so far; read it, don't keep or change it
     num_tokens: int  # at least 1: the most ids to propose
+    sampler: Sampler  # how the target will choose: its scores of the draft's rows are good guesses
 
 
 class Draft(NamedTuple):
@@ -66,7 +68,7 @@ class _State:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a smaller model, greedily, K forwards for K tokens.
+    """Drafts with a smaller model, choosing as the target will, K forwards for K tokens.
 
     The last proposal of a round is fed only if it stood, as the first of two ids of the next
     round's first forward.
@@ -103,7 +105,7 @@ class ModelDrafter(Drafter):
         tokens: list[list[int]] = [[] for _ in requests]
         forwards = [0] * len(requests)
         live: list[tuple[int, Cache, Sequence[int], int]] = []
-        for index, (state, ids, wanted) in enumerate(requests):
+        for index, (state, ids, wanted, _) in enumerate(requests):
             unread = ids[len(state.cache) :]
             state.reason = state.reason or self._why_not(len(ids), unread)
             if state.reason is None:
@@ -116,11 +118,13 @@ class ModelDrafter(Drafter):
             going: list[tuple[int, Cache, Sequence[int], int]] = []
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
-                (token,), (score,) = pick(row[:, : self._num_tokens])
+                request, draft = requests[index], tokens[index]
+                scores = request.sampler.scores(row[:, : self._num_tokens], request.ids, draft)
+                (token,), (score,) = pick(scores)
                 if math.isnan(score):
-                    requests[index].state.reason = "the draft's logits hold a NaN"
+                    request.state.reason = "the draft's logits hold a NaN"
                 elif token in self._shared:
-                    tokens[index].append(token)
+                    draft.append(token)
                     if wanted > 1:
                         going.append((index, cache, [token], wanted - 1))
             live = going

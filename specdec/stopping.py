@@ -3,11 +3,12 @@
 import codecs
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import repeat
+from typing import Literal, NamedTuple, TypeAlias
 
 from specdec.vocab import Vocabulary
 
-__all__ = ["FinishReason", "Output", "TokenEvent"]
+__all__ = ["FinishReason", "Output", "TokenEvent", "TokenLogprobs"]
 
 FinishReason: TypeAlias = Literal["eos", "stop", "length", "context"]
 
@@ -20,11 +21,20 @@ class TokenEvent:
         token_id: The id.
         text: What it adds to the text; empty for special tokens and inside a character.
         from_draft: Whether the draft had proposed it.
+        logprob: Its log-probability, if ``logprobs`` was asked for.
     """
 
     token_id: int
     text: str
     from_draft: bool
+    logprob: float | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """What the model itself thought of a token, before penalties, temperature and filters."""
+
+    logprob: float  # natural logarithm of the token's probability
+    top: dict[int, float]  # the best ids and theirs, best first
 
 
 class Output:
@@ -43,6 +53,7 @@ class Output:
         stop_token_ids: Collection[int] = (),
     ) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []  # of every token, or of none
         self.text = ""
         self.finish_reason: FinishReason | None = None if max_new_tokens else "length"
         self._vocab = vocab
@@ -57,10 +68,14 @@ class Output:
         """How many tokens are still wanted."""
         return self._max_new_tokens - len(self.token_ids)
 
-    def add(self, token_id: int, *, from_draft: bool) -> bool:
+    def add(
+        self, token_id: int, *, from_draft: bool, logprobs: TokenLogprobs | None = None
+    ) -> bool:
         """Append one token; True if more are wanted."""
         start = len(self.text)
         self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         self._held.append((token_id, from_draft, start))
         if token_id in self._vocab.eos_ids:
             self.finish("eos")
@@ -94,9 +109,12 @@ class Output:
                 start < safe and end <= safe
                 for (_, _, start), end in zip(self._held, ends, strict=False)
             )
+        scores = self.logprobs[len(self.token_ids) - len(self._held) :]
         events = [
-            TokenEvent(token_id, self.text[start:end], from_draft)
-            for (token_id, from_draft, start), end in zip(self._held[:count], ends, strict=False)
+            TokenEvent(token_id, self.text[start:end], from_draft, score and score.logprob)
+            for (token_id, from_draft, start), end, score in zip(
+                self._held[:count], ends, scores or repeat(None), strict=False
+            )
         ]
         del self._held[:count]
         return events
@@ -113,7 +131,7 @@ class Output:
         self.text = self.text[:at]
         dropped = sum(start >= at for _, _, start in self._held)
         if dropped:
-            del self._held[-dropped:], self.token_ids[-dropped:]
+            del self._held[-dropped:], self.token_ids[-dropped:], self.logprobs[-dropped:]
         self.finish_reason = "stop"
 
     def _num_held_back(self) -> int:
