@@ -27,6 +27,7 @@ from specdec.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from specdec.rejection import verify_block, verify_rejection
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
@@ -65,5 +66,7 @@ __all__ = [
     "UnsupportedModelError",
     "Vocabulary",
     "VocabularyMismatchError",
+    "verify_block",
     "verify_drafts",
+    "verify_rejection",
 ]

@@ -6,16 +6,16 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
 
 from specdec.backend import Cache, Logits, ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import ContextFullError
 from specdec.prefill import OnPrefill, prefill
+from specdec.rejection import RatioSampler, block_plan, rejection_plan
 from specdec.sampling import Sampler, SamplingParams, log_probabilities
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, Output, TokenEvent, TokenLogprobs
-from specdec.verify import verify_drafts
 from specdec.vocab import Prompt, encode_prompt
 
 __all__ = [
@@ -24,7 +24,11 @@ __all__ = [
     "GenerationResult",
     "SpeculativeDecoder",
     "TokenStream",
+    "Verification",
 ]
+
+
+Verification: TypeAlias = Literal["coupled", "rejection", "block"]
 
 
 class BatchOptions(TypedDict, total=False):
@@ -154,6 +158,10 @@ class SpeculativeDecoder:
         draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
             ``Drafter``, or None for plain decoding.
         num_draft_tokens: The most tokens to draft per round; 0 is plain decoding.
+        verification: How sampled drafts are judged. "coupled": they stand where the target's own
+            choice is the same, so one seed gives one text whatever drafts. "rejection" and "block":
+            the papers' rules (see ``specdec.rejection``); their texts follow the same law, but
+            depend on the draft. Greedy decoding is the same for all.
         progress: Called with ``(done, total)`` ids while the target reads a prompt.
 
     Raises:
@@ -166,6 +174,7 @@ class SpeculativeDecoder:
         draft: ModelBackend | Drafter | None = None,
         *,
         num_draft_tokens: int = 5,
+        verification: Verification = "coupled",
         progress: OnPrefill | None = None,
     ) -> None:
         if not isinstance(target, ModelBackend):
@@ -179,6 +188,10 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = draft
         self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
+        if verification not in get_args(Verification):
+            known = ", ".join(get_args(Verification))
+            raise ValueError(f"verification must be one of {known}, not {verification!r}")
+        self.verification = verification
         self._progress = progress
         self._num_tokens = target.vocab.num_tokens
 
@@ -279,7 +292,11 @@ class SpeculativeDecoder:
         output = Output(vocab, max_new_tokens, stop=stops, stop_token_ids=stop_token_ids)
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
-        sampler = Sampler(sampling or SamplingParams(), vocab, len(ids), stop_token_ids)
+        params = sampling or SamplingParams()
+        sampler = Sampler(params, vocab, len(ids), stop_token_ids)
+        if params.temperature > 0 and self.verification != "coupled":
+            plan = rejection_plan if self.verification == "rejection" else block_plan
+            sampler = RatioSampler(params, vocab, len(ids), stop_token_ids, plan=plan)
         if logprobs is not None:
             _at_least(0, logprobs=logprobs)
         stats = Stats(prompt_tokens=len(ids))
@@ -350,9 +367,7 @@ class SpeculativeDecoder:
         ]
         rows = self.target.forward(batch)
         verdicts = [
-            verify_drafts(
-                draft.token_ids, sequence.sampler.scores(logits, sequence.ids, draft.token_ids)
-            )
+            sequence.sampler.verify(draft.token_ids, logits, sequence.ids)
             for sequence, draft, logits in zip(active, drafts, rows, strict=True)
         ]
         verified = perf_counter()

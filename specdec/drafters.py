@@ -1,6 +1,5 @@
 """Where drafts come from."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,7 +9,6 @@ from typing_extensions import override
 from specdec.backend import Cache, ModelBackend, Span
 from specdec.prefill import prefill
 from specdec.sampling import Sampler
-from specdec.verify import pick
 from specdec.vocab import Vocabulary, shared_ids
 
 __all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter"]
@@ -22,7 +20,7 @@ class DraftRequest(NamedTuple):
     state: Any  # what the drafter's own ``open`` returned for it
     ids: Sequence[int]  # prompt and output so far; read it, don't keep or change it
     num_tokens: int  # at least 1: the most ids to propose
-    sampler: Sampler  # how the target will choose: its scores of the draft's rows are good guesses
+    sampler: Sampler  # how the target will choose; its ``guess`` is for drafters with logits
 
 
 class Draft(NamedTuple):
@@ -119,9 +117,8 @@ class ModelDrafter(Drafter):
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
                 request, draft = requests[index], tokens[index]
-                scores = request.sampler.scores(row[:, : self._num_tokens], request.ids, draft)
-                (token,), (score,) = pick(scores)
-                if math.isnan(score):
+                token = request.sampler.guess(row[:, : self._num_tokens], request.ids, draft)
+                if token is None:
                     request.state.reason = "the draft's logits hold a NaN"
                 elif token in self._shared:
                     draft.append(token)

@@ -1,18 +1,33 @@
 """The papers' rules: accept a draft by the ratio of the two models' probabilities.
 
 p is the target's distribution and q the draft's, everywhere. A rule is first a *plan*: with which
-probability each prefix of the drafts is kept, and which distribution the next token then comes from.
+probability each prefix of the drafts is kept, and which distribution the next token comes from.
 Plans are pure arithmetic, so their law can be proved by enumeration; ``verify_rejection`` and
 ``verify_block`` draw from them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
+from array_api_compat import to_device
 from numpy.typing import NDArray
+from typing_extensions import override
 
-__all__ = ["Plan", "block_plan", "rejection_plan", "verify_block", "verify_rejection"]
+from specdec.backend import Logits
+from specdec.errors import LogitsError
+from specdec.noise import Lane, gumbel, uniform
+from specdec.sampling import Sampler, SamplingParams
+from specdec.vocab import Vocabulary
+
+__all__ = [
+    "Plan",
+    "RatioSampler",
+    "block_plan",
+    "rejection_plan",
+    "verify_block",
+    "verify_rejection",
+]
 
 Rows: TypeAlias = NDArray[np.floating[Any]]
 
@@ -22,7 +37,8 @@ class Plan(NamedTuple):
 
     Attributes:
         keep: ``(K + 1,)``: the probability that exactly so many drafts stand.
-        next_probs: ``(K + 1, vocab)``: the distribution of the token that follows them.
+        next_probs: ``(K + 1, vocab)``: the distribution of the token that follows them. As wide as
+            the wider of p and q.
     """
 
     keep: Rows
@@ -38,10 +54,12 @@ def rejection_plan(draft_tokens: Sequence[int], p: Rows, q: Rows) -> Plan:
     Args:
         draft_tokens: The K drafts, drawn from the rows of ``q``.
         p: ``(K + 1, vocab)`` probabilities of the target.
-        q: ``(K, vocab)`` probabilities of the draft: those that were really drawn from.
+        q: ``(K, vocab)`` probabilities of the draft: those that were really drawn from. Ids that one
+            of the models lacks have no probability there, so the widths may differ.
 
     Raises:
-        ValueError: The shapes don't fit, or a draft has no probability in ``q``.
+        ValueError: The shapes don't fit, a number isn't finite, or a draft has no probability in
+            ``q``.
     """
     p, q = _checked(draft_tokens, p, q)
     keep, reached = np.zeros(len(p)), 1.0
@@ -117,6 +135,75 @@ def verify_block(
     )
 
 
+class RatioSampler(Sampler):
+    """A draft that draws from its own distribution, and a target that judges by the ratio.
+
+    Guesses of a round are remembered with the distributions they were drawn from; drafts that came
+    without a guess, from a lookup say, count as certain to have been proposed.
+
+    Args:
+        plan: ``rejection_plan`` or ``block_plan``. The others are those of ``Sampler``.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab: Vocabulary,
+        prompt_length: int,
+        stop_token_ids: Collection[int] = (),
+        *,
+        plan: Callable[[Sequence[int], Rows, Rows], Plan],
+    ) -> None:
+        super().__init__(params, vocab, prompt_length, stop_token_ids)
+        self._plan = plan
+        self._drawn_from: list[Rows] = []
+
+    @override
+    def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
+        """Draw from the draft's own distribution, with noise of this round's own."""
+        if not drafts:
+            self._drawn_from = []
+        (q,) = self._probabilities(logits, ids, drafts)
+        if np.isnan(q).any():
+            return None
+        self._drawn_from.append(q)
+        return self._draw(q, len(ids) << 20 | len(drafts), Lane.DRAFT)
+
+    @override
+    def verify(
+        self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Draw the plan's outcome."""
+        p = self._probabilities(logits, ids, draft_tokens)
+        if not np.isfinite(p).all():
+            raise LogitsError("the target's logits hold a NaN, or a row leaves no token")
+        q = np.zeros((len(draft_tokens), p.shape[1]))
+        for i, token in enumerate(draft_tokens):
+            if i < len(self._drawn_from):
+                q[i] = self._drawn_from[i]
+            else:
+                q[i, token] = 1.0
+        self._drawn_from = []
+        plan = self._plan(draft_tokens, p, q)
+        coin = uniform(cast("int", self.seed), len(ids), Lane.ACCEPT)
+        return _drawn(plan, draft_tokens, coin, lambda r: self._draw(r, len(ids), Lane.NEXT))
+
+    def _probabilities(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> Rows:
+        """``(n, num_tokens)`` in double precision, on the host; NaN where a row leaves nothing."""
+        rows = self.filtered(self.adjusted(logits, ids, drafts))
+        scores = np.asarray(to_device(rows, "cpu"), np.float64)
+        best = scores.max(axis=1, keepdims=True)
+        mass = np.exp(scores - np.where(np.isneginf(best), np.nan, best))
+        probs = np.zeros((len(mass), self._num_tokens))
+        probs[:, : mass.shape[1]] = mass / mass.sum(axis=1, keepdims=True)
+        return probs
+
+    def _draw(self, probs: Rows, place: int, lane: Lane) -> int:
+        (ids,) = np.nonzero(probs)
+        noise = gumbel(cast("int", self.seed), place, lane, ids)
+        return int(ids[np.argmax(np.log(probs[ids]) + noise)])
+
+
 def _drawn(
     plan: Plan, draft_tokens: Sequence[int], uniform: float, choose: Callable[[Rows], int]
 ) -> tuple[list[int], int]:
@@ -135,13 +222,17 @@ def _normalised(residual: Rows, fallback: Rows) -> Rows:
 def _checked(draft_tokens: Sequence[int], p: Rows, q: Rows) -> tuple[Rows, Rows]:
     p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)
     count = len(draft_tokens)
-    if p.ndim != 2 or p.shape[0] != count + 1 or q.shape != (count, p.shape[1]):
+    if p.ndim != 2 or q.ndim != 2 or (len(p), len(q)) != (count + 1, count):
         raise ValueError(
             f"{count} draft tokens need probabilities of shapes ({count + 1}, vocab) and "
             f"({count}, vocab), but they are {p.shape} and {q.shape}"
         )
+    if not (np.isfinite(p).all() and np.isfinite(q).all()):
+        raise ValueError("probabilities must be finite: p or q holds a NaN or an infinity")
+    width = max(p.shape[1], q.shape[1])
+    p, q = (np.pad(rows, [(0, 0), (0, width - rows.shape[1])]) for rows in (p, q))
     for i, token in enumerate(draft_tokens):
-        if not q[i, token] > 0:
+        if not (0 <= token < width and q[i, token] > 0):
             raise ValueError(
                 f"draft token {token} at {i} can't have come from q: it has none there"
             )

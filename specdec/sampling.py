@@ -19,7 +19,7 @@ from array_api_compat import array_namespace, device
 from specdec.backend import Logits
 from specdec.noise import Lane, gumbel
 from specdec.stopping import TokenLogprobs
-from specdec.verify import masked, on_host
+from specdec.verify import masked, on_host, pick, verify_drafts
 from specdec.vocab import Vocabulary
 
 __all__ = ["Processor", "Sampler", "SamplingParams", "log_probabilities"]
@@ -103,7 +103,10 @@ def _check_whole(name: str, value: object, what: str, holds: Callable[[int], boo
 
 
 class Sampler:
-    """The choices of one sequence: ``scores`` for the target and for whoever wants to guess them.
+    """The choices of one sequence: the target's, and a draft's guesses at them.
+
+    Both take the argmax of ``scores``, with the same noise at the same position (the Gumbel-max
+    trick), so a guess is right wherever the models nearly agree, and no draft can change a choice.
 
     Args:
         params: How to choose.
@@ -162,6 +165,20 @@ class Sampler:
         return array_namespace(rows).stack(
             [self._perturbed(row, first + i) for i, row in enumerate(rows)]
         )
+
+    def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
+        """What a draft proposes behind ``ids + drafts``, by its own row of logits ``(1, width)``.
+
+        None if the row holds a NaN.
+        """
+        (token,), (score,) = pick(self.scores(logits, ids, drafts))
+        return None if math.isnan(score) else token
+
+    def verify(
+        self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Which drafts stand, by the target's rows ``(K + 1, width)``; as ``verify_drafts``."""
+        return verify_drafts(draft_tokens, self.scores(logits, ids, draft_tokens))
 
     def adjusted(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int] = ()) -> Logits:
         """The model's rows after bias, penalties, minimum length and processors."""

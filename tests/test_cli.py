@@ -63,6 +63,21 @@ def test_json_is_one_object_with_the_results_own_words(pair: list[str]) -> None:
     assert json.loads(piped.stdout)["text"] == printed["text"]
 
 
+def test_one_seed_is_one_text(pair: list[str]) -> None:
+    runner = CliRunner()
+    flags = "--temperature 1 --top-k 40 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1"
+    common = ["generate", "--prompt", "the sea", "--max-new-tokens", "12", "--json", *flags.split()]
+    printed = []
+    for more in (["--seed", "5", *pair], ["--seed", "5", *pair[:2]], ["--seed", "6", *pair]):
+        result = runner.invoke(app, [*common, *more, "--logprobs", "2"])
+        assert result.exit_code == 0, result.output
+        printed.append(json.loads(result.stdout.splitlines()[-1]))
+    first, plain, other = printed
+    assert first["token_ids"] == plain["token_ids"] != other["token_ids"]
+    assert (first["seed"], other["seed"]) == (5, 6)
+    assert len(first["logprobs"]) == 12
+
+
 def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
     runner = CliRunner()
     common = ["generate", *pair[:2], "--prompt", "the sea", "--max-new-tokens", "12", "--json"]
@@ -84,6 +99,8 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
         (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
+        (["--temperature", "-1"], "temperature must be at least 0, not -1.0"),
+        (["--verification", "luck"], "verification must be one of coupled, rejection, block"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(

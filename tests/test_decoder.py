@@ -368,7 +368,11 @@ def test_the_last_slot_of_the_context() -> None:
         ({"stop_token_ids": iter([2])}, TypeError, "stop_token_ids a list of ids, not .*iterator"),
         ({"stop": (s for s in "ab")}, TypeError, "a text or a list of texts"),
         ({"stop": None}, TypeError, "a text or a list of texts"),
-        ({"max_tokens": 3}, TypeError, "no option 'max_tokens'; there are logprobs, max_new_tokens"),
+        (
+            {"max_tokens": 3},
+            TypeError,
+            "no option 'max_tokens'; there are logprobs, max_new_tokens",
+        ),
     ],
 )
 def test_bad_values_are_refused_before_any_work(

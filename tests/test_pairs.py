@@ -1,11 +1,12 @@
 """Real pairs: whatever drafts for whatever, the output is the target's own."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from specdec import GenerationResult, ModelBackend, SpeculativeDecoder
+from specdec import GenerationResult, ModelBackend, SamplingParams, SpeculativeDecoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,6 +69,48 @@ def test_a_batch_is_its_single_runs(tiny: dict[str, ModelBackend], target: str) 
         assert [r.stats.accept_histogram for r in together] == [
             r.stats.accept_histogram for r in alone
         ]
+
+
+SAMPLING = {
+    "warm": SamplingParams(temperature=1.0, seed=1),
+    "filtered": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2),
+    "penalised": SamplingParams(
+        temperature=1.2,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias={5: 2.0, 7: -math.inf},
+        min_tokens=10,
+        seed=3,
+    ),
+    "greedy, penalised": SamplingParams(repetition_penalty=1.3, min_tokens=10),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING)
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_every_mix_samples_the_targets_own_tokens(
+    tiny: dict[str, ModelBackend], target: str, sampling: SamplingParams
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "sampling": sampling, "logprobs": 2}
+    plain = SpeculativeDecoder(tiny[target]).generate(PROMPTS[0], **options)
+    assert plain.logprobs is not None
+    for draft in ("hf draft", "gguf draft", target):
+        for num_draft_tokens in (1, 3, 8):
+            decoder = SpeculativeDecoder(
+                tiny[target], tiny[draft], num_draft_tokens=num_draft_tokens
+            )
+            result = decoder.generate(PROMPTS[0], **options)
+            assert outcome(result) == outcome(plain)
+            assert result.seed == plain.seed == sampling.seed
+            assert result.logprobs is not None
+            # llama.cpp's wide forwards round differently from its narrow ones.
+            tolerance = 1e-4 if target == "hf target" else 0.05
+            assert [s.logprob for s in result.logprobs] == pytest.approx(
+                [s.logprob for s in plain.logprobs], abs=tolerance
+            )
+            if draft == target:
+                assert result.stats.accept_rate == 1.0
 
 
 def test_both_runtimes_put_out_the_same(tiny: dict[str, ModelBackend]) -> None:
@@ -180,6 +223,26 @@ def test_smollm2_equals_transformers_own_decoding(smollm2: HFBackend, smollm2_gg
                 result = decoder.generate(prompt, max_new_tokens=32)
                 assert result.token_ids == expected
             assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.5])
+def test_smollm2_samples_the_same_with_and_without_a_draft(
+    smollm2: HFBackend, smollm2_gguf: Any, temperature: float
+) -> None:
+    filters: dict[str, Any] = {"top_k": 40, "top_p": 0.95, "min_p": 0.02}
+    filters = filters if temperature > 0.5 else {}
+    plain = SpeculativeDecoder(smollm2)
+    with LlamaCppBackend(smollm2_gguf) as draft:
+        decoder = SpeculativeDecoder(smollm2, draft, num_draft_tokens=5)
+        for seed in (1, 2):
+            options: dict[str, Any] = {
+                "max_new_tokens": 24,
+                "sampling": SamplingParams(temperature=temperature, seed=seed, **filters),
+            }
+            expected = plain.generate(SMOL_PROMPTS[2], **options)
+            result = decoder.generate(SMOL_PROMPTS[2], **options)
+            assert outcome(result) == outcome(expected)
+            assert (result.stats.accept_rate or 0) > 0.4
 
 
 def test_smollm2_drafted_by_its_own_quantisation(smollm2: HFBackend, smollm2_gguf: Any) -> None:

@@ -3,14 +3,14 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from specdec.cli.console import err, errors_as_lines, out, prompt_progress
 from specdec.cli.models import Options, open_pair
-from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream
-from specdec.stats import Stats
+from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream, Verification
+from specdec.sampling import SamplingParams
 from specdec.vocab import Prompt
 
 __all__ = ["generate"]
@@ -34,6 +34,18 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the chat template.")
     ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Id that ends it.")] = None,
+    temperature: Annotated[float, typer.Option(help="0: the best token; 1: as it is.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least part of the best's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="For ids seen; 1: none.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="For ids in the output.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="For each time there.")] = 0.0,
+    min_tokens: Annotated[int, typer.Option(help="No EOS before so many tokens.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same text.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: so many per token.")] = None,
+    verification: Annotated[str, typer.Option(help="coupled, rejection or block.")] = "coupled",
     device: Annotated[str | None, typer.Option(help="For HF models: cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str, typer.Option(help="For HF models: float32, bfloat16, auto.")] = "auto",
     n_gpu_layers: Annotated[int, typer.Option(help="For GGUF models; -1: all.")] = 0,
@@ -61,21 +73,43 @@ def generate(
             "in llama.cpp",
             style="dim",
         )
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        seed=seed,
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     target, draft = open_pair(target_model, draft_model, options)
     request: Prompt = [{"role": "user", "content": text}] if chat else text
     with prompt_progress() as progress:
         decoder = SpeculativeDecoder(
-            target, draft, num_draft_tokens=num_draft_tokens, progress=progress
+            target,
+            draft,
+            num_draft_tokens=num_draft_tokens,
+            verification=cast("Verification", verification),
+            progress=progress,
         )
-        stream = decoder.stream(request, max_new_tokens=max_new_tokens, stop=stop or ())
+        stream = decoder.stream(
+            request,
+            max_new_tokens=max_new_tokens,
+            stop=stop or (),
+            stop_token_ids=stop_token_id or (),
+            sampling=sampling,
+            **({} if logprobs is None else {"logprobs": logprobs}),
+        )
         result = stream.collect() if as_json else show(stream, "" if chat else text)
     if as_json:
         models = {"target": dict(target.info()), "draft": draft and dict(draft.info())}
         fields = asdict(result) | {"stats": result.stats.as_dict()}
         typer.echo(json.dumps(fields | models, default=str))
     else:
-        err.out(summary(result.stats), style="dim")
+        err.out(summary(result), style="dim")
 
 
 def show(stream: TokenStream, prompt: str) -> GenerationResult:
@@ -91,14 +125,17 @@ def show(stream: TokenStream, prompt: str) -> GenerationResult:
     return stream.collect()
 
 
-def summary(stats: Stats) -> str:
+def summary(result: GenerationResult) -> str:
     """The one line under a text."""
+    stats = result.stats
     parts = [f"tokens {stats.completion_tokens}", f"target forwards {stats.target_forward_ct}"]
     if stats.accept_length is not None and stats.accept_rate is not None:
         parts.insert(0, f"accept_rate {stats.accept_rate:.2f}")
         parts.insert(0, f"accept_length {stats.accept_length:.2f}")
     if stats.tokens_per_second is not None:
         parts.append(f"tokens/s {stats.tokens_per_second:.1f}")
+    if result.seed is not None:
+        parts.append(f"seed {result.seed}")
     if stats.reason:
         parts.append(f"{'drafting ended' if stats.speculative else 'plain'}: {stats.reason}")
     return " | ".join(parts)
