@@ -1,4 +1,4 @@
-"""What depends on the version of transformers (5.0 and later), and which models come in."""
+"""What depends on the version of transformers, and which models come in."""
 
 import inspect
 from collections.abc import Iterator
