@@ -19,9 +19,9 @@ from rich.table import Table
 
 from specdec import SamplingParams, SpeculativeDecoder, Stats
 from specdec.backends import HFBackend, LlamaCppBackend
-from specdec.decoder import Verification
 from specdec.embedded import embedded_gguf
 from specdec.rejection import RatioSampler
+from specdec.request import Verification
 from specdec.sampling import Sampler
 
 PROMPTS = (

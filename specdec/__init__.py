@@ -13,7 +13,7 @@
 """
 
 from specdec.backend import Cache, Logits, ModelBackend, Span
-from specdec.decoder import GenerateOptions, GenerationResult, SpeculativeDecoder, TokenStream
+from specdec.decoder import SpeculativeDecoder, TokenStream
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import (
     BackendError,
@@ -28,6 +28,7 @@ from specdec.errors import (
     VocabularyMismatchError,
 )
 from specdec.rejection import verify_block, verify_rejection
+from specdec.request import BatchOptions, GenerateOptions, GenerationResult, Verification
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
@@ -36,6 +37,7 @@ from specdec.vocab import Message, Prompt, Vocabulary
 
 __all__ = [
     "BackendError",
+    "BatchOptions",
     "Cache",
     "ContextFullError",
     "CropError",
@@ -64,6 +66,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenStream",
     "UnsupportedModelError",
+    "Verification",
     "Vocabulary",
     "VocabularyMismatchError",
     "verify_block",

@@ -2,118 +2,28 @@
 
 import operator
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast, get_args
+from typing import Unpack, get_args
 
-from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.backend import ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
-from specdec.errors import ContextFullError
 from specdec.prefill import OnPrefill, prefill
-from specdec.rejection import RatioSampler, block_plan, rejection_plan
-from specdec.sampling import Sampler, SamplingParams, log_probabilities
-from specdec.stats import Stats
-from specdec.stopping import FinishReason, Output, TokenEvent, TokenLogprobs
-from specdec.vocab import Prompt, encode_prompt
+from specdec.request import (
+    BatchOptions,
+    GenerateOptions,
+    GenerationResult,
+    Request,
+    Verification,
+    at_least,
+    new_request,
+)
+from specdec.sampling import SamplingParams
+from specdec.stopping import TokenEvent
+from specdec.vocab import Prompt
 
-__all__ = [
-    "BatchOptions",
-    "GenerateOptions",
-    "GenerationResult",
-    "SpeculativeDecoder",
-    "TokenStream",
-    "Verification",
-]
-
-
-Verification: TypeAlias = Literal["coupled", "rejection", "block"]
-
-
-class BatchOptions(TypedDict, total=False):
-    """What may be asked of a generation and holds for all prompts of a batch.
-
-    Attributes:
-        max_new_tokens: The most tokens to put out. Default 256.
-        stop: One or several strings that end the text and are not part of it. The earliest in the
-            text wins. Default none.
-        stop_token_ids: Ids that end the text like an EOS. Default none.
-        logprobs: Tell each token's log-probability and those of so many best ids, by the model's
-            own distribution: before penalties, temperature and filters. Default neither.
-    """
-
-    max_new_tokens: int
-    stop: str | Sequence[str]
-    stop_token_ids: Collection[int]
-    logprobs: int
-
-
-class GenerateOptions(BatchOptions, total=False):
-    """What may be asked of a generation: ``BatchOptions``, and how to choose tokens.
-
-    Attributes:
-        sampling: How to choose tokens. Default greedy.
-    """
-
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """What a generation put out.
-
-    Attributes:
-        text: The new text, without special tokens.
-        token_ids: The new ids, with the EOS or stop id that ended them.
-        finish_reason: ``"eos"``, ``"stop"`` (a stop string or id), ``"length"`` (all that was asked
-            for) or ``"context"`` (the target's context is full).
-        stats: Counters and times.
-        logprobs: One per id, if asked for; else None.
-        seed: The seed that gives this output again; None if it was greedy.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: Stats
-    logprobs: list[TokenLogprobs] | None = None
-    seed: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One sequence in the loop. Between rounds its target cache holds ``len(ids) - 1`` tokens."""
-
-    ids: list[int]
-    output: Output
-    stats: Stats
-    sampler: Sampler
-    num_logprobs: int | None
-    drafter: Drafter | None  # None: decode it plainly, for the reason in the statistics
-    cache: Cache = field(init=False)
-    draft_state: Any = field(init=False)
-
-    def commit(self, tokens: Sequence[int], num_correct: int, logits: Logits) -> None:
-        """Append accepted tokens up to the first stop; what lies behind it is dropped."""
-        for index, token in enumerate(tokens):
-            self.ids.append(token)
-            scores = None
-            if self.num_logprobs is not None:
-                scores = log_probabilities(logits[index], token, self.num_logprobs)
-            if not self.output.add(token, from_draft=index < num_correct, logprobs=scores):
-                break
-
-    def result(self) -> GenerationResult:
-        output, stats = self.output, self.stats
-        stats.completion_tokens = len(output.token_ids)
-        if not stats.speculative and stats.reason is None:
-            stats.reason = "the drafter proposed nothing"
-        reason = cast("FinishReason", output.finish_reason)
-        logprobs = None if self.num_logprobs is None else output.logprobs
-        return GenerationResult(
-            output.text, output.token_ids, reason, stats, logprobs, self.sampler.seed
-        )
+__all__ = ["SpeculativeDecoder", "TokenStream"]
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -187,7 +97,7 @@ class SpeculativeDecoder:
             )
         self.target = target
         self.drafter = draft
-        self.num_draft_tokens = _at_least(0, num_draft_tokens=num_draft_tokens)
+        self.num_draft_tokens = at_least(0, num_draft_tokens=num_draft_tokens)
         if verification not in get_args(Verification):
             known = ", ".join(get_args(Verification))
             raise ValueError(f"verification must be one of {known}, not {verification!r}")
@@ -211,13 +121,13 @@ class SpeculativeDecoder:
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TokenStream:
         """Continue one prompt, token by token. Arguments and errors as in ``generate``."""
-        sequence = self._sequence(prompt, **options)
+        request = self._request(prompt, **options)
 
         def events() -> Generator[TokenEvent, None, GenerationResult]:
-            with closing(self._rounds([sequence], max_batch=1)) as rounds:
+            with closing(self._rounds([request], max_batch=1)) as rounds:
                 for _ in rounds:
-                    yield from sequence.output.take()
-            return sequence.result()
+                    yield from request.output.take()
+            return request.result()
 
         return TokenStream(events())
 
@@ -241,87 +151,45 @@ class SpeculativeDecoder:
         """
         if isinstance(prompts, str):
             raise TypeError("prompts is one text: give a list of prompts, or call generate")
-        _at_least(1, max_batch=max_batch)
+        at_least(1, max_batch=max_batch)
         prompts = list(prompts)
         each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(
                 f"sampling has {len(each)} entries for {len(prompts)} prompts: give one or one each"
             )
-        sequences = [
-            self._sequence(prompt, sampling=params, **options)
+        requests = [
+            self._request(prompt, sampling=params, **options)
             for prompt, params in zip(prompts, each, strict=True)
         ]
-        deque(self._rounds(sequences, max_batch), maxlen=0)
-        return [sequence.result() for sequence in sequences]
+        deque(self._rounds(requests, max_batch), maxlen=0)
+        return [request.result() for request in requests]
 
-    def _sequence(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Collection[int] = (),
-        sampling: SamplingParams | None = None,
-        logprobs: int | None = None,
-        **unknown: object,
-    ) -> _Sequence:
-        """Check every argument before any work."""
-        if unknown:
-            options = ", ".join(sorted(GenerateOptions.__optional_keys__))
-            raise TypeError(f"there is no option {next(iter(unknown))!r}; there are {options}")
-        vocab, limit = self.target.vocab, self.target.max_context
-        _at_least(0, max_new_tokens=max_new_tokens)
-        if not isinstance(stop, Collection) or not isinstance(stop_token_ids, Collection):
-            raise TypeError(
-                "stop is a text or a list of texts and stop_token_ids a list of ids, not "
-                f"{type(stop).__name__} and {type(stop_token_ids).__name__}"
-            )
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(text, str) and text for text in stops):
-            raise ValueError(f"a stop string is a text of at least one character: {stops}")
-        for token in stop_token_ids:
-            if not 0 <= operator.index(token) < vocab.size:
-                raise ValueError(f"stop id {token} is outside the vocabulary of {vocab.size} ids")
-        ids = encode_prompt(vocab, prompt)
-        if len(ids) > limit:
-            raise ContextFullError(
-                f"the prompt has {len(ids)} tokens and the target's context is {limit}: "
-                "shorten the prompt or load the target with a longer context"
-            )
-        output = Output(vocab, max_new_tokens, stop=stops, stop_token_ids=stop_token_ids)
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
-        params = sampling or SamplingParams()
-        sampler = Sampler(params, vocab, len(ids), stop_token_ids)
-        if params.temperature > 0 and self.verification != "coupled":
-            plan = rejection_plan if self.verification == "rejection" else block_plan
-            sampler = RatioSampler(params, vocab, len(ids), stop_token_ids, plan=plan)
-        if logprobs is not None:
-            _at_least(0, logprobs=logprobs)
-        stats = Stats(prompt_tokens=len(ids))
-        sequence = _Sequence(ids, output, stats, sampler, logprobs, self.drafter)
+    def _request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
+        target = self.target
+        request = new_request(
+            target.vocab, target.max_context, self.verification, prompt, **options
+        )
+        request.drafter = self.drafter
         if self.drafter is None:
-            sequence.stats.reason = "no draft was given"
+            request.stats.reason = "no draft was given"
         elif self.num_draft_tokens == 0:
-            sequence.stats.reason = "num_draft_tokens is 0"
-        elif self._num_wanted(sequence) < 1:
-            sequence.stats.reason = "there was room for fewer than two new tokens"
-        if sequence.stats.reason:
-            sequence.drafter = None
-        return sequence
+            request.stats.reason = "num_draft_tokens is 0"
+        elif self._num_wanted(request) < 1:
+            request.stats.reason = "there was room for fewer than two new tokens"
+        if request.stats.reason:
+            request.drafter = None
+        return request
 
-    def _num_wanted(self, sequence: _Sequence) -> int:
+    def _num_wanted(self, sequence: Request) -> int:
         """The most drafts that a round may check: one token of every round is the target's own."""
         room = self.target.max_context - len(sequence.ids)
         return min(self.num_draft_tokens, sequence.output.remaining - 1, room)
 
-    def _rounds(
-        self, sequences: Iterable[_Sequence], max_batch: int
-    ) -> Generator[None, None, None]:
+    def _rounds(self, sequences: Iterable[Request], max_batch: int) -> Generator[None, None, None]:
         """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
         waiting = deque(s for s in sequences if s.output.finish_reason is None)
-        active: list[_Sequence] = []
+        active: list[Request] = []
         try:
             while waiting or active:
                 while waiting and len(active) < max_batch:
@@ -335,7 +203,7 @@ class SpeculativeDecoder:
         finally:
             self._close(active)
 
-    def _open(self, sequence: _Sequence) -> None:
+    def _open(self, sequence: Request) -> None:
         """Read the prompt, all but its last id, so that the first round is like every other."""
         started = perf_counter()
         sequence.cache = self.target.new_cache()
@@ -348,14 +216,14 @@ class SpeculativeDecoder:
             raise
         sequence.stats.prefill_seconds = perf_counter() - started
 
-    def _close(self, sequences: Iterable[_Sequence]) -> None:
+    def _close(self, sequences: Iterable[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
             for sequence in sequences:
                 stack.callback(sequence.cache.close)
                 if sequence.drafter is not None:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
 
-    def _round(self, active: Sequence[_Sequence]) -> None:
+    def _round(self, active: Sequence[Request]) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``."""
         started = perf_counter()
         drafts = self._propose(active)
@@ -396,7 +264,7 @@ class SpeculativeDecoder:
                 rollback=(rolled_back - committed) / len(active),
             )
 
-    def _propose(self, active: Sequence[_Sequence]) -> list[Draft]:
+    def _propose(self, active: Sequence[Request]) -> list[Draft]:
         """One draft per sequence, empty where none is wanted."""
         drafts = [Draft(())] * len(active)
         requests: dict[int, DraftRequest] = {}
@@ -435,15 +303,3 @@ def _what_lacks(thing: object) -> str:
     members = ("vocab", "max_context", "new_cache", "forward", "crop", "info")
     lacking = [member for member in members if not hasattr(thing, member)]
     return f"{type(thing).__name__} has no {', '.join(lacking)}"
-
-
-def _at_least(limit: int, **named: int) -> int:
-    """The one value in ``named``, if it is a whole number of at least ``limit``."""
-    ((name, value),) = named.items()
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
-    if number < limit:
-        raise ValueError(f"{name} must be at least {limit}, not {number}")
-    return number

@@ -9,7 +9,8 @@ import typer
 
 from specdec.cli.console import err, errors_as_lines, out, prompt_progress
 from specdec.cli.models import Options, open_pair
-from specdec.decoder import GenerationResult, SpeculativeDecoder, TokenStream, Verification
+from specdec.decoder import SpeculativeDecoder, TokenStream
+from specdec.request import GenerationResult, Verification
 from specdec.sampling import SamplingParams
 from specdec.vocab import Prompt
 
