@@ -1,7 +1,6 @@
 """JSON that always fits a schema: a grammar by llguidance as a processor, for the draft as well."""
 
 from collections.abc import Sequence
-from os.path import commonprefix
 
 import numpy as np
 from array_api_compat import array_namespace, device
@@ -44,16 +43,25 @@ class JsonGrammar:
 
     def __init__(self, schema: dict[str, object], vocab: Vocabulary, prompt_length: int) -> None:
         tokenizer = LLTokenizer(TokenizerWrapper(Tokens(vocab)), eos_token=sorted(vocab.eos_ids))
-        compact = LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_flexible": False, "key_separator": ": "}
+        grammar = LLMatcher.grammar_from_json_schema(
+            schema,
+            overrides={
+                "whitespace_flexible": False,  # or a model may put out spaces for ever
+                "item_separator": ", ",
+                "key_separator": ": ",
+            },
         )
-        self.matcher = LLMatcher(tokenizer, compact)
+        self.matcher = LLMatcher(tokenizer, grammar)
         self.prompt_length = prompt_length
         self.read: list[int] = []  # by the matcher: the draft runs ahead, the target looks back
 
     def __call__(self, ids: Sequence[int], row: Logits) -> Logits:
         output = list(ids[self.prompt_length :])
-        common = len(commonprefix([output, self.read]))
+        common = 0
+        for new, old in zip(output, self.read, strict=False):
+            if new != old:
+                break
+            common += 1
         self.matcher.rollback(len(self.read) - common)
         num_read = common + self.matcher.try_consume_tokens(output[common:])
         self.read = output[:num_read]

@@ -257,9 +257,13 @@ class Sampler:
             add({token: -presence - frequency * n for token, n in Counter(output).items()})
         if len(output) < params.min_tokens:
             row[at(self._ends)] = -xp.inf
+        width = row.shape[0]
+        if params.processors and width < self._num_tokens:  # ids may be such as the draft lacks
+            missing = xp.full((self._num_tokens - width,), -xp.inf, device=device(row))
+            row = xp.concat([row, xp.astype(missing, row.dtype)])
         for processor in params.processors:
             row = processor(ids, row)
-        return row
+        return row[:width]
 
     def _perturbed(self, row: Logits, position: int) -> Logits:
         """Add the noise of a position, made only for what the filters left if that is little."""

