@@ -9,6 +9,7 @@ from typing_extensions import override
 from specdec.backend import Cache, ModelBackend, Span
 from specdec.prefill import prefill
 from specdec.sampling import Sampler
+from specdec.verify import masked
 from specdec.vocab import Vocabulary, shared_ids
 
 __all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter"]
@@ -84,6 +85,7 @@ class ModelDrafter(Drafter):
         self.backend = backend
         self._shared = shared_ids(target_vocab, backend.vocab)
         self._num_tokens = min(target_vocab.num_tokens, backend.vocab.num_tokens)
+        self._foreign = [i for i in range(self._num_tokens) if i not in self._shared]
 
     @override
     def open(self, prompt_ids: Sequence[int]) -> _State:
@@ -117,7 +119,10 @@ class ModelDrafter(Drafter):
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
                 request, draft = requests[index], tokens[index]
-                token = request.sampler.guess(row[:, : self._num_tokens], request.ids, draft)
+                logits = row[:, : self._num_tokens]
+                if self._foreign:
+                    logits = masked(logits, self._foreign)
+                token = request.sampler.guess(logits, request.ids, draft)
                 if token is None:
                     request.state.reason = "the draft's logits hold a NaN"
                 elif token in self._shared:

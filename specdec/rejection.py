@@ -54,8 +54,8 @@ def rejection_plan(draft_tokens: Sequence[int], p: Rows, q: Rows) -> Plan:
     Args:
         draft_tokens: The K drafts, drawn from the rows of ``q``.
         p: ``(K + 1, vocab)`` probabilities of the target.
-        q: ``(K, vocab)`` probabilities of the draft: those that were really drawn from. Ids that one
-            of the models lacks have no probability there, so the widths may differ.
+        q: ``(K, vocab)`` probabilities of the draft: those that were really drawn from. Where p and
+            q differ in width, the narrower one is taken to give nothing to the ids that it lacks.
 
     Raises:
         ValueError: The shapes don't fit, a number isn't finite, or a draft has no probability in
@@ -230,7 +230,8 @@ def _checked(draft_tokens: Sequence[int], p: Rows, q: Rows) -> tuple[Rows, Rows]
     if not (np.isfinite(p).all() and np.isfinite(q).all()):
         raise ValueError("probabilities must be finite: p or q holds a NaN or an infinity")
     width = max(p.shape[1], q.shape[1])
-    p, q = (np.pad(rows, [(0, 0), (0, width - rows.shape[1])]) for rows in (p, q))
+    if p.shape[1] != q.shape[1]:
+        p, q = (np.pad(rows, [(0, 0), (0, width - rows.shape[1])]) for rows in (p, q))
     for i, token in enumerate(draft_tokens):
         if not (0 <= token < width and q[i, token] > 0):
             raise ValueError(

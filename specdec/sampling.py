@@ -68,22 +68,27 @@ class SamplingParams:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, "at least 0", lambda t: t >= 0)
+        _check_number("temperature", self.temperature, "finite and at least 0", lambda t: t >= 0)
         _check_whole("top_k", self.top_k, "at least 0 (0: all)", lambda k: k >= 0)
         _check_number("top_p", self.top_p, "above 0 and at most 1", lambda p: 0 < p <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda p: 0 <= p <= 1)
-        _check_number("repetition_penalty", self.repetition_penalty, "above 0", lambda r: r > 0)
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, "finite and above 0", lambda r: r > 0
+        )
         _check_number("presence_penalty", self.presence_penalty, "finite", math.isfinite)
         _check_number("frequency_penalty", self.frequency_penalty, "finite", math.isfinite)
         _check_whole("min_tokens", self.min_tokens, "at least 0", lambda n: n >= 0)
         if self.seed is not None:
             _check_whole("seed", self.seed, "a whole number", lambda _: True)
+        if not isinstance(self.logit_bias, Mapping):
+            raise TypeError(f"logit_bias must be a mapping of ids, not {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
             _check_whole("an id of logit_bias", token, "at least 0", lambda i: i >= 0)
-            _check_number(f"logit_bias[{token}]", bias, "below infinity", lambda b: b < math.inf)
-        for processor in self.processors:
-            if not callable(processor):
-                raise TypeError(f"a processor is a callable (ids, row) -> row, not {processor!r}")
+            _check_number(f"logit_bias[{token}]", bias, "below infinity", lambda _: True)
+        if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
+            raise TypeError(
+                f"processors must be a list of callables (ids, row) -> row, not {self.processors!r}"
+            )
 
 
 def _check_number(name: str, value: object, what: str, holds: Callable[[float], bool]) -> None:
@@ -209,7 +214,8 @@ class Sampler:
             top = xp.flip(xp.sort(top, axis=-1), axis=-1)
             mass = xp.exp(top - best)
             better = xp.cumulative_sum(mass, axis=-1) - mass
-            kept = better < params.top_p * xp.sum(mass, axis=-1, keepdims=True)
+            enough = params.top_p * xp.sum(mass, axis=-1, keepdims=True)
+            kept = (better < enough) | (better == 0)  # the best one, however small top_p is
             floors.append(xp.min(xp.where(kept, top, xp.inf), axis=-1, keepdims=True))
         if params.min_p > 0:
             floors.append(best + math.log(params.min_p))

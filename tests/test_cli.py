@@ -99,7 +99,7 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
         (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
-        (["--temperature", "-1"], "temperature must be at least 0, not -1.0"),
+        (["--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),
         (["--verification", "luck"], "verification must be one of coupled, rejection, block"),
     ],
 )

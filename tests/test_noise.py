@@ -1,4 +1,4 @@
-"""The noise: uniform and Gumbel as the law says, without memory, the same everywhere and for good."""
+"""The noise: the right laws, nothing that neighbours share, the same everywhere and for good."""
 
 import math
 from collections.abc import Callable, Iterable
