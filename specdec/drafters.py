@@ -36,7 +36,8 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Proposes ids for sequences that the target decodes.
 
-    Nothing that a drafter does can change the output; a good one makes it come sooner. The decoder
+    Nothing that a drafter does can change the output, unless the papers' rules are asked for; a
+    good one makes it come sooner. The decoder
     opens each sequence, then alternates ``propose`` and ``commit``, and closes it, also after an
     exception. Inherit for the defaults: a drafter without memory is ``propose`` alone.
     """
@@ -123,9 +124,7 @@ class ModelDrafter(Drafter):
                 if self._foreign:
                     logits = masked(logits, self._foreign)
                 token = request.sampler.guess(logits, request.ids, draft)
-                if token is None:
-                    request.state.reason = "the draft's logits hold a NaN"
-                elif token in self._shared:
+                if token is not None and token in self._shared:
                     draft.append(token)
                     if wanted > 1:
                         going.append((index, cache, [token], wanted - 1))

@@ -156,34 +156,39 @@ class RatioSampler(Sampler):
     ) -> None:
         super().__init__(params, vocab, prompt_length, stop_token_ids)
         self._plan = plan
-        self._drawn_from: list[Rows] = []
+        self._guesses: dict[int, tuple[int, Rows]] = {}  # by place: the guess, and where from
 
     @override
     def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
         """Draw from the draft's own distribution, with noise of this round's own."""
-        if not drafts:
-            self._drawn_from = []
         (q,) = self._probabilities(logits, ids, drafts)
         if np.isnan(q).any():
             return None
-        self._drawn_from.append(q)
-        return self._draw(q, len(ids) << 20 | len(drafts), Lane.DRAFT)
+        token = self._draw(q, len(ids) << 20 | len(drafts), Lane.DRAFT)
+        self._guesses[len(drafts)] = token, q
+        return token
 
     @override
     def verify(
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
     ) -> tuple[list[int], int]:
         """Draw the plan's outcome."""
+        guesses, self._guesses = self._guesses, {}
         p = self._probabilities(logits, ids, draft_tokens)
+        for i, token in enumerate(draft_tokens):
+            if token >= p.shape[1] or p[i, token] == 0:
+                # It can't stand, so rows behind it don't count; the last one is never drawn from.
+                draft_tokens, p = draft_tokens[: i + 1], p[[*range(i + 1), i]]
+                break
         if not np.isfinite(p).all():
             raise LogitsError("the target's logits hold a NaN, or a row leaves no token")
-        q = np.zeros((len(draft_tokens), p.shape[1]))
+        q = np.zeros((len(draft_tokens), max(p.shape[1], 1 + max(draft_tokens, default=0))))
         for i, token in enumerate(draft_tokens):
-            if i < len(self._drawn_from):
-                q[i] = self._drawn_from[i]
+            guess, drawn_from = guesses.get(i, (-1, p[i]))
+            if guess == token:
+                q[i, : len(drawn_from)] = drawn_from
             else:
                 q[i, token] = 1.0
-        self._drawn_from = []
         plan = self._plan(draft_tokens, p, q)
         coin = uniform(cast("int", self.seed), len(ids), Lane.ACCEPT)
         return _drawn(plan, draft_tokens, coin, lambda r: self._draw(r, len(ids), Lane.NEXT))

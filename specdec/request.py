@@ -42,7 +42,7 @@ class BatchOptions(TypedDict, total=False):
     max_new_tokens: int
     stop: str | Sequence[str]
     stop_token_ids: Collection[int]
-    logprobs: int
+    logprobs: int | None
 
 
 class GenerateOptions(BatchOptions, total=False):
@@ -165,8 +165,10 @@ def new_request(
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
     params = sampling or SamplingParams()
-    sampler = Sampler(params, vocab, len(ids), stop_token_ids)
-    if params.temperature > 0 and verification != "coupled":
+    sampler: Sampler
+    if params.temperature == 0 or verification == "coupled":
+        sampler = Sampler(params, vocab, len(ids), stop_token_ids)
+    else:
         plan = rejection_plan if verification == "rejection" else block_plan
         sampler = RatioSampler(params, vocab, len(ids), stop_token_ids, plan=plan)
     if logprobs is not None:

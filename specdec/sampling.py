@@ -11,7 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from array_api_compat import array_namespace, device
@@ -47,8 +47,9 @@ class SamplingParams:
         seed: Of the noise. None draws one, which the result tells. With one seed the tokens are the
             same whatever drafts, and whether anything does.
         processors: Callables ``(ids, row) -> row``: given prompt and output so far and a row of
-            logits ``(vocab,)``, where it lives, they return a row. They answer by these alone and
-            don't change them.
+            logits ``(tokens,)``, padding cut off (numpy in host memory, else where it lives), they
+            return a row. They answer by these alone, don't change them, and are asked about drafts
+            that won't stand too.
 
     Raises:
         ValueError: A value is out of range or not finite; the text names it and the range.
@@ -68,43 +69,73 @@ class SamplingParams:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, "finite and at least 0", lambda t: t >= 0)
-        _check_whole("top_k", self.top_k, "at least 0 (0: all)", lambda k: k >= 0)
-        _check_number("top_p", self.top_p, "above 0 and at most 1", lambda p: 0 < p <= 1)
-        _check_number("min_p", self.min_p, "from 0 to 1", lambda p: 0 <= p <= 1)
-        _check_number(
-            "repetition_penalty", self.repetition_penalty, "finite and above 0", lambda r: r > 0
-        )
-        _check_number("presence_penalty", self.presence_penalty, "finite", math.isfinite)
-        _check_number("frequency_penalty", self.frequency_penalty, "finite", math.isfinite)
-        _check_whole("min_tokens", self.min_tokens, "at least 0", lambda n: n >= 0)
-        if self.seed is not None:
-            _check_whole("seed", self.seed, "a whole number", lambda _: True)
+        plain: dict[str, object] = {
+            "temperature": _number("temperature", self.temperature, 0, math.inf),
+            "top_k": _whole("top_k", self.top_k, 0),
+            "top_p": _number("top_p", self.top_p, 0, 1, above=True),
+            "min_p": _number("min_p", self.min_p, 0, 1),
+            "repetition_penalty": _number(
+                "repetition_penalty", self.repetition_penalty, 0, math.inf, above=True
+            ),
+            "presence_penalty": _number("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty),
+            "min_tokens": _whole("min_tokens", self.min_tokens, 0),
+            "seed": None if self.seed is None else _whole("seed", self.seed),
+        }
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a mapping of ids, not {self.logit_bias!r}")
-        for token, bias in self.logit_bias.items():
-            _check_whole("an id of logit_bias", token, "at least 0", lambda i: i >= 0)
-            _check_number(f"logit_bias[{token}]", bias, "below infinity", lambda _: True)
+        plain["logit_bias"] = {
+            _whole("an id of logit_bias", token, 0): _number(
+                f"logit_bias[{token}]", bias, banned=True
+            )
+            for token, bias in self.logit_bias.items()
+        }
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise TypeError(
                 f"processors must be a list of callables (ids, row) -> row, not {self.processors!r}"
             )
+        plain["processors"] = tuple(self.processors)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
 
-def _check_number(name: str, value: object, what: str, holds: Callable[[float], bool]) -> None:
+def _number(
+    name: str,
+    value: object,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    banned: bool = False,
+) -> float:
+    """A finite float from ``low`` (or above it) to ``high``; with ``banned`` -inf is one too."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if math.isnan(value) or value == math.inf or not holds(float(value)):
-        raise ValueError(f"{name} must be {what}, not {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if math.isfinite(number) and (low < number if above else low <= number) and number <= high:
+        return number
+    if banned and number == -math.inf:
+        return number
+    span = ["finite"] if high == math.inf else []
+    span += [f"{'above' if above else 'at least'} {low}"] if low > -math.inf else []
+    span += [f"at most {high}"] if high < math.inf else []
+    raise ValueError(f"{name} must be {' and '.join(span)}, not {value!r}")
 
 
-def _check_whole(name: str, value: object, what: str, holds: Callable[[int], bool]) -> None:
+def _whole(name: str, value: object, low: int | None = None) -> int:
+    """``value`` as an int of at least ``low``."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
-    if isinstance(value, bool) or not holds(number):
-        raise ValueError(f"{name} must be {what}, not {value!r}")
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if low is not None and number < low:
+        raise ValueError(f"{name} must be at least {low}, not {value!r}")
+    return number
 
 
 class Sampler:
@@ -166,6 +197,7 @@ class Sampler:
         if self.seed is None:
             return rows
         rows = self.filtered(rows)
+        self._noise = {key: noise for key, noise in self._noise.items() if key[0] >= len(ids)}
         first = len(ids) + len(drafts) + 1 - rows.shape[0]
         return array_namespace(rows).stack(
             [self._perturbed(row, first + i) for i, row in enumerate(rows)]
@@ -174,10 +206,11 @@ class Sampler:
     def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
         """What a draft proposes behind ``ids + drafts``, by its own row of logits ``(1, width)``.
 
-        None if the row holds a NaN.
+        None if the row leaves nothing or holds a NaN. A guess must be proposed, or dropped for a
+        reason that doesn't depend on it.
         """
         (token,), (score,) = pick(self.scores(logits, ids, drafts))
-        return None if math.isnan(score) else token
+        return token if score > -math.inf else None
 
     def verify(
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
@@ -201,26 +234,28 @@ class Sampler:
     def filtered(self, rows: Logits) -> Logits:
         """Rows divided by the temperature, -inf where top-k, top-p or min-p leave nothing."""
         params, xp = self.params, array_namespace(rows)
-        rows = rows / max(params.temperature, COLDEST)
+        if params.temperature != 1:
+            rows = rows / max(params.temperature, COLDEST)
         if not self._filters:
             return rows
-        best = xp.max(rows, axis=-1, keepdims=True)
-        best = xp.where(xp.isfinite(best), best, xp.zeros_like(best))  # a row may be all -inf
-        floors, top = [], rows
+        top, floors = rows, []
         if 0 < params.top_k < rows.shape[1]:
             top = _largest(rows, params.top_k)
             floors.append(xp.min(top, axis=-1, keepdims=True))
-        if params.top_p < 1:
-            top = xp.flip(xp.sort(top, axis=-1), axis=-1)
-            mass = xp.exp(top - best)
-            better = xp.cumulative_sum(mass, axis=-1) - mass
-            enough = params.top_p * xp.sum(mass, axis=-1, keepdims=True)
-            kept = (better < enough) | (better == 0)  # the best one, however small top_p is
-            floors.append(xp.min(xp.where(kept, top, xp.inf), axis=-1, keepdims=True))
-        if params.min_p > 0:
-            floors.append(best + math.log(params.min_p))
+        if params.top_p < 1 or params.min_p > 0:
+            best = xp.max(top, axis=-1, keepdims=True)
+            best = xp.where(best == -xp.inf, 0.0, best)  # a row may leave nothing
+            if params.top_p < 1:
+                top = xp.flip(xp.sort(top, axis=-1), axis=-1)
+                mass = xp.exp(top - best)
+                better = xp.cumulative_sum(mass, axis=-1) - mass
+                enough = params.top_p * xp.sum(mass, axis=-1, keepdims=True)
+                kept = (better < enough) | (better == 0)  # the best, however small top_p is
+                floors.append(xp.min(xp.where(kept, top, xp.inf), axis=-1, keepdims=True))
+            if params.min_p > 0:
+                floors.append(best + math.log(params.min_p))
         for floor in floors:
-            rows = xp.where(rows >= floor, rows, -xp.inf)
+            rows = xp.where(rows < floor, -xp.inf, rows)  # a NaN stays, and is found out
         return rows
 
     @property
@@ -269,23 +304,25 @@ class Sampler:
             row = xp.concat([row, xp.astype(missing, row.dtype)])
         for processor in params.processors:
             row = processor(ids, row)
+            if getattr(row, "shape", None) != (self._num_tokens,):
+                raise ValueError(
+                    f"{processor!r} must give a row of {self._num_tokens}, not {row!r}"
+                )
         return row[:width]
 
     def _perturbed(self, row: Logits, position: int) -> Logits:
         """Add the noise of a position, made only for what the filters left if that is little."""
-        assert self.seed is not None
-        xp, width = array_namespace(row), row.shape[0]
-        if self._filters:
-            (left,) = xp.nonzero(row > -xp.inf)
-            if 4 * left.shape[0] < width:
-                scores = xp.full_like(row, -xp.inf)
-                scores[left] = row[left] + gumbel(self.seed, position, Lane.TOKEN, left)
+        seed, xp, width = cast("int", self.seed), array_namespace(row), row.shape[0]
+        if self._filters and isinstance(row, np.ndarray):
+            left = np.flatnonzero(row != -np.inf)
+            if 4 * len(left) < width:
+                scores = np.full_like(row, -np.inf)
+                scores[left] = row[left] + gumbel(seed, position, Lane.TOKEN, left)
                 return scores
         key = position, device(row)
         if key not in self._noise:
-            self._noise = {k: noise for k, noise in self._noise.items() if k[0] > position - 64}
             ids = xp.arange(self._num_tokens, device=device(row))
-            self._noise[key] = gumbel(self.seed, position, Lane.TOKEN, ids)
+            self._noise[key] = gumbel(seed, position, Lane.TOKEN, ids)
         return row + self._noise[key][:width]
 
 
@@ -302,12 +339,13 @@ def log_probabilities(row: Logits, token: int, count: int) -> TokenLogprobs:
     row = xp.astype(row, xp.float64)
     best = xp.max(row)
     row = row - (best + xp.log(xp.sum(xp.exp(row - best))))
-    top: list[int] = []
+    top: list[tuple[int, float]] = []
     if count:
         least = xp.min(_largest(row[None], min(count, row.shape[0])))
         (among,) = xp.nonzero(row >= least)  # ties included; the first ids win
-        top = sorted(among.tolist(), key=lambda i: (-float(row[i]), i))[:count]
-    return TokenLogprobs(float(row[token]), {i: float(row[i]) for i in top})
+        pairs = zip(among.tolist(), row[among].tolist(), strict=True)
+        top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+    return TokenLogprobs(float(row[token]), dict(top))
 
 
 def _largest(rows: Logits, count: int) -> Logits:

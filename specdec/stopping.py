@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from specdec.vocab import Vocabulary
 
@@ -30,11 +30,17 @@ class TokenEvent:
     logprob: float | None = None
 
 
-class TokenLogprobs(NamedTuple):
-    """What the model itself thought of a token, before penalties, temperature and filters."""
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model itself thought of a token, before penalties, temperature and filters.
 
-    logprob: float  # natural logarithm of the token's probability
-    top: dict[int, float]  # the best ids and theirs, best first
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        top: The best ids and theirs, best first.
+    """
+
+    logprob: float
+    top: dict[int, float]
 
 
 class Output:
@@ -111,7 +117,7 @@ class Output:
             )
         scores = self.logprobs[len(self.token_ids) - len(self._held) :]
         events = [
-            TokenEvent(token_id, self.text[start:end], from_draft, score and score.logprob)
+            TokenEvent(token_id, self.text[start:end], from_draft, score.logprob if score else None)
             for (token_id, from_draft, start), end, score in zip(
                 self._held[:count], ends, scores or repeat(None), strict=False
             )

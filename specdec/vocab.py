@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 from specdec.errors import VocabularyMismatchError
@@ -27,6 +27,8 @@ class Vocabulary:
         encode: Text to ids, with BOS where the model wants one. None: the backend has no tokenizer.
         encode_chat: Messages to ids by the model's chat template, ready for the assistant's turn.
             None: the model has no template.
+        num_tokens: One past the last real token; the rest of a row is padding.
+        holes: Ids below ``num_tokens`` that are no tokens.
     """
 
     size: int
@@ -36,6 +38,8 @@ class Vocabulary:
     bos_id: int | None = None
     encode: Callable[[str], list[int]] | None = None
     encode_chat: Callable[[Sequence[Message]], list[int]] | None = None
+    num_tokens: int = field(init=False)
+    holes: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.tokens) <= self.size:
@@ -45,17 +49,12 @@ class Vocabulary:
             )
         if all(token is None for token in self.tokens):
             raise ValueError("a vocabulary needs at least one token that isn't None")
-
-    @property
-    def num_tokens(self) -> int:
-        """One past the last real token; the rest of a row is padding."""
-        tokens = self.tokens
-        return next(i for i in range(len(tokens), 0, -1) if tokens[i - 1] is not None)
-
-    @property
-    def holes(self) -> list[int]:
-        """Ids below ``num_tokens`` that are no tokens."""
-        return [i for i, token in enumerate(self.tokens[: self.num_tokens]) if token is None]
+        num_tokens = len(self.tokens)
+        while self.tokens[num_tokens - 1] is None:
+            num_tokens -= 1
+        holes = [i for i, token in enumerate(self.tokens[:num_tokens]) if token is None]
+        object.__setattr__(self, "num_tokens", num_tokens)
+        object.__setattr__(self, "holes", holes)
 
     def spell(self, token_id: int) -> bytes:
         """The bytes that an id adds to a text: none for special ids and padding."""

@@ -100,7 +100,7 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
         (["--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),
-        (["--verification", "luck"], "verification must be one of coupled, rejection, block"),
+        (["--logit-bias", "a=b"], "--logit-bias is ID=BIAS"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(

@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specdec import GenerationResult, SamplingParams, SpeculativeDecoder
+from specdec import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    GenerationResult,
+    LogitsError,
+    SamplingParams,
+    SpeculativeDecoder,
+    Verification,
+)
 from specdec.sampling import Sampler
 from specdec.testing import TableBackend
 from specdec.vocab import Vocabulary
@@ -52,10 +61,10 @@ def as_numpy(rows: Any) -> Rows:
         ({"top_p": 0}, ValueError, "top_p must be above 0 and at most 1, not 0"),
         ({"top_p": 1.1}, ValueError, "top_p must be above 0 and at most 1, not 1.1"),
         ({"top_p": math.nan}, ValueError, "top_p must be .*, not nan"),
-        ({"top_k": -1}, ValueError, "top_k must be at least 0 .*, not -1"),
+        ({"top_k": -1}, ValueError, "top_k must be at least 0, not -1"),
         ({"top_k": 1.5}, TypeError, "top_k must be a whole number, not 1.5"),
-        ({"min_p": -0.1}, ValueError, "min_p must be from 0 to 1, not -0.1"),
-        ({"min_p": 1.01}, ValueError, "min_p must be from 0 to 1, not 1.01"),
+        ({"min_p": -0.1}, ValueError, "min_p must be at least 0 and at most 1, not -0.1"),
+        ({"min_p": 1.01}, ValueError, "min_p must be at least 0 and at most 1, not 1.01"),
         ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be finite and above"),
         ({"presence_penalty": math.inf}, ValueError, "presence_penalty must be finite, not inf"),
         ({"frequency_penalty": -math.inf}, ValueError, "frequency_penalty must be finite"),
@@ -599,3 +608,58 @@ def test_a_draft_with_an_odd_id_keeps_the_law(verification: Any) -> None:
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=2, verification=verification)
     counts = counts_of_strings(decoder, [3, 1], params, 4_000)
     assert p_value(counts, law_of_strings(target, [3, 1], SamplingParams(**params))) > 1e-4
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_nan_is_found_out_behind_every_filter(filters: dict[str, Any]) -> None:
+    model = TableBackend.random(6, seed=1)
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1, **filters), model.vocab, 1)
+    row = np.array([[0.0, 1.0, np.nan, 3.0, 2.0, 1.0]], np.float32)
+    assert sampler.guess(row, [0], []) is None
+    with pytest.raises(LogitsError, match="holds a NaN"):
+        sampler.verify([], row, [0])
+
+
+def test_values_are_kept_as_plain_python() -> None:
+    bias = {np.int64(1): np.float32(2)}
+    params = SamplingParams(temperature=np.float64(0.5), seed=np.int64(5), logit_bias=bias)  # type: ignore[arg-type]
+    bias.clear()
+    assert (type(params.temperature), type(params.seed)) == (float, int)
+    assert params.logit_bias == {1: 2.0}
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(temperature=10**400)
+
+
+class Guesses(Drafter):
+    """Looks its first token up, so to say, and draws the second from a distribution."""
+
+    def __init__(self, first: int, row: Any = None) -> None:
+        self.first, self.row = first, row
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = []
+        for request in requests:
+            tokens = [self.first]
+            if self.row is not None and request.num_tokens > 1:
+                guess = request.sampler.guess(self.row, request.ids, tokens)
+                tokens += [] if guess is None else [guess]
+            drafts.append(Draft(tokens[: request.num_tokens]))
+        return drafts
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_the_papers_rules_take_drafts_of_any_kind(verification: Verification) -> None:
+    """Padding ids, ids that can't stand, and guesses behind a lookup."""
+    target = TableBackend.random(6, seed=1, padding=2)
+    row = np.linspace(0, 1, 6, dtype=np.float32)[None]
+
+    def ends_behind_zero(ids: Sequence[int], scores: Any) -> Any:
+        scores = np.where(np.arange(6) == 0, -np.inf, scores)
+        return np.full_like(scores, -np.inf) if 0 in ids[1:] else scores
+
+    sampling = SamplingParams(temperature=1.0, seed=3, processors=[ends_behind_zero])
+    for drafter in (Guesses(7), Guesses(0), Guesses(0, row), Guesses(2, row)):
+        decoder = SpeculativeDecoder(target, drafter, verification=verification)
+        result = decoder.generate([1], max_new_tokens=12, sampling=sampling)
+        assert len(result.token_ids) == 12
+        assert set(result.token_ids) <= {1, 2, 3, 4, 5}

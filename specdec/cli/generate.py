@@ -2,8 +2,9 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -46,7 +47,10 @@ def generate(
     min_tokens: Annotated[int, typer.Option(help="No EOS before so many tokens.")] = 0,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same text.")] = None,
     logprobs: Annotated[int | None, typer.Option(help="With --json: so many per token.")] = None,
-    verification: Annotated[str, typer.Option(help="coupled, rejection or block.")] = "coupled",
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, repeatable.")] = None,
+    verification: Annotated[
+        Verification, typer.Option(help="How sampled drafts are judged.")
+    ] = "coupled",
     device: Annotated[str | None, typer.Option(help="For HF models: cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str, typer.Option(help="For HF models: float32, bfloat16, auto.")] = "auto",
     n_gpu_layers: Annotated[int, typer.Option(help="For GGUF models; -1: all.")] = 0,
@@ -82,6 +86,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        logit_bias=biases(logit_bias or ()),
         min_tokens=min_tokens,
         seed=seed,
     )
@@ -93,7 +98,7 @@ def generate(
             target,
             draft,
             num_draft_tokens=num_draft_tokens,
-            verification=cast("Verification", verification),
+            verification=verification,
             progress=progress,
         )
         stream = decoder.stream(
@@ -102,7 +107,7 @@ def generate(
             stop=stop or (),
             stop_token_ids=stop_token_id or (),
             sampling=sampling,
-            **({} if logprobs is None else {"logprobs": logprobs}),
+            logprobs=logprobs,
         )
         result = stream.collect() if as_json else show(stream, "" if chat else text)
     if as_json:
@@ -111,6 +116,15 @@ def generate(
         typer.echo(json.dumps(fields | models, default=str))
     else:
         err.out(summary(result), style="dim")
+
+
+def biases(texts: Iterable[str]) -> dict[int, float]:
+    """``ID=BIAS`` texts as a mapping."""
+    try:
+        pairs = [text.split("=") for text in texts]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise ValueError(f"--logit-bias is ID=BIAS, such as 42=-1.5, not {texts}") from None
 
 
 def show(stream: TokenStream, prompt: str) -> GenerationResult:
