@@ -26,7 +26,7 @@ __all__ = ["Processor", "Sampler", "SamplingParams", "log_probabilities"]
 
 Processor: TypeAlias = Callable[[Sequence[int], Logits], Logits]
 
-COLDEST = 1e-6  # temperatures below it are taken for it, so that every score stays finite
+COLDEST = 1e-6  # temperatures below it are taken for it where something is divided by them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +196,12 @@ class Sampler:
         rows = self.adjusted(logits, ids, drafts)
         if self.seed is None:
             return rows
-        rows = self.filtered(rows)
+        rows = self._kept(rows)
         self._noise = {key: noise for key, noise in self._noise.items() if key[0] >= len(ids)}
         first = len(ids) + len(drafts) + 1 - rows.shape[0]
-        return array_namespace(rows).stack(
-            [self._perturbed(row, first + i) for i, row in enumerate(rows)]
-        )
+        for i in range(rows.shape[0]):
+            self._perturb(rows[i], first + i)
+        return rows
 
     def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
         """What a draft proposes behind ``ids + drafts``, by its own row of logits ``(1, width)``.
@@ -232,12 +232,15 @@ class Sampler:
         )
 
     def filtered(self, rows: Logits) -> Logits:
-        """Rows divided by the temperature, -inf where top-k, top-p or min-p leave nothing."""
+        """What tokens are drawn from: the rows left by the filters, divided by the temperature."""
+        return self._kept(rows) / max(self.params.temperature, COLDEST)
+
+    def _kept(self, rows: Logits) -> Logits:
+        """A copy of ``rows``, -inf where top-k, top-p or min-p leave nothing."""
         params, xp = self.params, array_namespace(rows)
-        if params.temperature != 1:
-            rows = rows / max(params.temperature, COLDEST)
         if not self._filters:
-            return rows
+            return xp.asarray(rows, copy=True)
+        warmth = max(params.temperature, COLDEST)
         top, floors = rows, []
         if 0 < params.top_k < rows.shape[1]:
             top = _largest(rows, params.top_k)
@@ -247,16 +250,17 @@ class Sampler:
             best = xp.where(best == -xp.inf, 0.0, best)  # a row may leave nothing
             if params.top_p < 1:
                 top = xp.flip(xp.sort(top, axis=-1), axis=-1)
-                mass = xp.exp(top - best)
+                mass = xp.exp((top - best) / warmth)
                 better = xp.cumulative_sum(mass, axis=-1) - mass
                 enough = params.top_p * xp.sum(mass, axis=-1, keepdims=True)
                 kept = (better < enough) | (better == 0)  # the best, however small top_p is
                 floors.append(xp.min(xp.where(kept, top, xp.inf), axis=-1, keepdims=True))
             if params.min_p > 0:
-                floors.append(best + math.log(params.min_p))
-        for floor in floors:
-            rows = xp.where(rows < floor, -xp.inf, rows)  # a NaN stays, and is found out
-        return rows
+                floors.append(best + warmth * math.log(params.min_p))
+        for floor in floors[1:]:
+            floors[0] = xp.maximum(floors[0], floor)
+        # A NaN is not less than anything: it stays, and is found out.
+        return xp.where(rows < floors[0], -xp.inf, rows) if floors else xp.asarray(rows, copy=True)
 
     @property
     def _filters(self) -> bool:
@@ -310,20 +314,27 @@ class Sampler:
                 )
         return row[:width]
 
-    def _perturbed(self, row: Logits, position: int) -> Logits:
-        """Add the noise of a position, made only for what the filters left if that is little."""
-        seed, xp, width = cast("int", self.seed), array_namespace(row), row.shape[0]
+    def _perturb(self, row: Logits, position: int) -> None:
+        """Add the noise of a position in place; only to what the filters left, if that is little.
+
+        The noise is multiplied by the temperature in place of dividing the row by it: the argmax
+        is the same, and nothing has to be done where nothing is left.
+        """
+        xp, width = array_namespace(row), row.shape[0]
         if self._filters and isinstance(row, np.ndarray):
             left = np.flatnonzero(row != -np.inf)
             if 4 * len(left) < width:
-                scores = np.full_like(row, -np.inf)
-                scores[left] = row[left] + gumbel(seed, position, Lane.TOKEN, left)
-                return scores
+                row[left] += self._noise_for(left, position)
+                return
         key = position, device(row)
         if key not in self._noise:
             ids = xp.arange(self._num_tokens, device=device(row))
-            self._noise[key] = gumbel(seed, position, Lane.TOKEN, ids)
-        return row + self._noise[key][:width]
+            self._noise[key] = self._noise_for(ids, position)
+        row += self._noise[key][:width]
+
+    def _noise_for(self, ids: Any, position: int) -> Any:
+        noise = gumbel(cast("int", self.seed), position, Lane.TOKEN, ids)
+        return self.params.temperature * noise
 
 
 def log_probabilities(row: Logits, token: int, count: int) -> TokenLogprobs:
