@@ -37,9 +37,9 @@ class Drafter(Protocol):
     """Proposes ids for sequences that the target decodes.
 
     Nothing that a drafter does can change the output, unless the papers' rules are asked for; a
-    good one makes it come sooner. The decoder
-    opens each sequence, then alternates ``propose`` and ``commit``, and closes it, also after an
-    exception. Inherit for the defaults: a drafter without memory is ``propose`` alone.
+    good one makes it come sooner. The decoder opens each sequence, then alternates ``propose`` and
+    ``commit``, and closes it, also after an exception. Inherit for the defaults: a drafter without
+    memory is ``propose`` alone.
     """
 
     def open(self, prompt_ids: Sequence[int]) -> Any:

@@ -30,7 +30,7 @@ class Lane(IntEnum):
 
 
 def uniform(seed: int, place: int, lane: Lane, index: int = 0) -> float:
-    """One number in (0, 1), in double precision."""
+    """One number above 0 and, after rounding, at most 1, in double precision."""
     bits = splitmix64(keyed(seed, place, lane) ^ splitmix64(index)) >> 11
     return (bits + 0.5) * 2.0**-53
 

@@ -94,7 +94,7 @@ def _encode_with(
     encode: Callable[[Any], list[int]] | None, what: str, prompt: Any, bos_id: int | None
 ) -> list[int]:
     if encode is None:
-        raise TypeError(f"this backend has no {what}: give the prompt in another form, as ids say")
+        raise TypeError(f"this backend has no {what}: give the prompt in another form, such as ids")
     try:
         ids = list(encode(prompt))
     except UnicodeEncodeError as error:
