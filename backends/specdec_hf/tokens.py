@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.vocab import Message, Vocabulary
 
-__all__ = ["logits_width", "token_table", "vocabulary"]
+__all__ = ["eos_ids", "logits_width", "token_table", "vocabulary"]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -23,20 +23,26 @@ def logits_width(model: PreTrainedModel) -> int:
 
 def vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     """The ids of a model, as its tokenizer spells them and its generation config ends them."""
-    generation = getattr(model, "generation_config", None)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
-    ends = {*_ids(getattr(generation, "eos_token_id", None)), *_ids(tokenizer.eos_token_id)}
     size = logits_width(model)
     return Vocabulary(
         size=size,
         tokens=token_table(tokenizer)[:size],  # some tokenizers know more than their models
-        eos_ids=frozenset(i for i in ends if i < size),
+        eos_ids=eos_ids(model, tokenizer),
         special_ids=frozenset(i for i in special if i < size),
         bos_id=tokenizer.bos_token_id,
         encode=lambda text: list(tokenizer(text)["input_ids"]),
         encode_chat=_chat_encoder(tokenizer),
     )
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The ids that end a text, by the generation config and the tokenizer together."""
+    generation = getattr(model, "generation_config", None)
+    named = (getattr(thing, "eos_token_id", None) for thing in (generation, tokenizer))
+    size = logits_width(model)
+    return frozenset(i for value in named for i in _ids(value) if i < size)
 
 
 def _ids(value: int | Iterable[int] | None) -> Iterable[int]:
@@ -67,28 +73,28 @@ def _chat_encoder(tokenizer: PreTrainedTokenizerBase) -> Any:
 def token_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes | None]:
     """The bytes of every id, None where the tokenizer has no token.
 
-    Added tokens spell their literal text. The others are spelled as the tokenizer's decoder would:
-    GPT-2's printable stand-ins for bytes, sentencepiece's ``▁`` and ``<0x0A>``, or, for any other
-    kind of tokenizer, whatever it decodes an id to.
+    Added tokens spell their literal text (in which sentencepiece's decoder puts spaces for ``▁``,
+    as for Gemma's runs of them). The others are spelled as the tokenizer's decoder would: GPT-2's
+    printable stand-ins for bytes, sentencepiece's ``▁`` and ``<0x0A>``, or, for any other kind of
+    tokenizer, whatever it decodes an id to.
     """
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
     spelled = tokenizer.get_vocab()
     table: list[bytes | None] = [None] * (max([*spelled.values(), *added], default=-1) + 1)
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     rules = decoder.__getstate__().decode() if decoder is not None else ""
-    if '"ByteLevel"' in rules:
-        for text, i in spelled.items():
+    byte_level = '"ByteLevel"' in rules
+    pieces = not byte_level and "▁" in rules
+    for text, i in spelled.items():
+        if byte_level:
             table[i] = _from_stand_ins(text)
-    elif "▁" in rules:
-        has_bytes = '"ByteFallback"' in rules
-        for text, i in spelled.items():
-            byte = BYTE_TOKEN.fullmatch(text) if has_bytes else None
+        elif pieces:
+            byte = BYTE_TOKEN.fullmatch(text) if '"ByteFallback"' in rules else None
             table[i] = bytes.fromhex(byte[1]) if byte else text.replace("▁", " ").encode()
-    else:
-        for i in spelled.values():
+        else:
             table[i] = tokenizer.decode([i], clean_up_tokenization_spaces=False).encode()
     for i, content in added.items():
-        table[i] = content.encode()
+        table[i] = (content.replace("▁", " ") if pieces else content).encode()
     return table
 
 

@@ -24,9 +24,18 @@ SequencePointer = ctypes.POINTER(Int32Pointer)
 class Model:
     """The weights of a GGUF file. Freed when nobody holds it, its contexts included."""
 
-    def __init__(self, path: Path, *, n_gpu_layers: int, repack: bool, verbose: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int = 0,
+        repack: bool = False,
+        verbose: bool = False,
+        vocab_only: bool = False,
+    ) -> None:
         start_library()
         parameters = lib.llama_model_default_params()
+        parameters.vocab_only = vocab_only
         parameters.n_gpu_layers = n_gpu_layers
         parameters.use_extra_bufts = repack
         with borrowed_log(verbose=verbose) as errors:
