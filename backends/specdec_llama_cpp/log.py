@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from llama_cpp import llama_cpp as lib
@@ -20,6 +20,7 @@ class _Reader(threading.local):
     """What the thread that borrowed the log wants of it."""
 
     errors: list[str] | None = None
+    listener: Callable[[str], None] | None = None
     verbose = False
     last_level = 0
     interrupt: BaseException | None = None
@@ -33,6 +34,8 @@ def _receive(level: int, text: bytes, _data: int | None) -> None:
     try:
         if _reader.verbose and _owner:
             _owner(level, text, _owner_data)
+        if _reader.listener is not None:
+            _reader.listener(text.decode("utf-8", "replace"))
         if level != CONTINUED:
             _reader.last_level = level
         if _reader.last_level == ERROR and _reader.errors is not None:
@@ -42,25 +45,32 @@ def _receive(level: int, text: bytes, _data: int | None) -> None:
 
 
 @contextmanager
-def borrowed_log(*, verbose: bool = False) -> Iterator[list[str]]:
+def borrowed_log(
+    *, verbose: bool = False, listener: Callable[[str], None] | None = None
+) -> Iterator[list[str]]:
     """Keep what llama.cpp says in the meantime from stderr, unless ``verbose``.
+
+    Args:
+        verbose: Let it through.
+        listener: Gets every piece of text, also of lines that are no errors. What it raises comes
+            out when the log is given back.
 
     Yields:
         The error lines of this thread, for the text of an exception.
     """
     global _borrowers
     errors: list[str] = []
-    before = _reader.errors, _reader.verbose
+    before = _reader.errors, _reader.verbose, _reader.listener
     with _lock:
         if _borrowers == 0:
             lib.llama_log_get(ctypes.byref(_owner), ctypes.byref(_owner_data))
             lib.llama_log_set(_receive, None)
         _borrowers += 1
-    _reader.errors, _reader.verbose = errors, verbose
+    _reader.errors, _reader.verbose, _reader.listener = errors, verbose, listener
     try:
         yield errors
     finally:
-        _reader.errors, _reader.verbose = before
+        _reader.errors, _reader.verbose, _reader.listener = before
         with _lock:
             _borrowers -= 1
             if _borrowers == 0:

@@ -1,0 +1,73 @@
+"""``specdec quantize``: a model's weights with fewer bits each, as a GGUF for llama.cpp."""
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import typer
+from rich.filesize import decimal
+
+from specdec.cli.console import errors_as_lines, out
+from specdec.cli.models import open_model
+
+__all__ = ["Quantization", "quantize"]
+
+Quantization: TypeAlias = Literal[
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q6_k",
+    "q5_k_m",
+    "q5_1",
+    "q5_0",
+    "q4_k_m",
+    "q4_1",
+    "q4_0",
+    "q3_k_m",
+    "q2_k",
+]
+
+
+@errors_as_lines
+def quantize(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A hub id or folder (HF).", show_default=False)
+    ],
+    path: Annotated[
+        Path, typer.Argument(metavar="OUT.gguf", help="The file to write.", show_default=False)
+    ],
+    kind: Annotated[
+        Quantization, typer.Option("--type", case_sensitive=False, help="Bits per weight.")
+    ] = "q4_k_m",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that is there already.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="To load it on: cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str, typer.Option(help="To load it in: float32, bfloat16, auto.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code from the model's repository run.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write a model as a quantised GGUF, which llama.cpp can run anywhere.
+
+    What it writes is compared with the original before it is quantised. As a draft for the model
+    itself no file is needed.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a file in it, such as {path / 'model.gguf'}")
+    if path.exists() and not force:
+        raise ValueError(f"{path} is there already: --force replaces it")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}: make it first")
+    options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    loaded = open_model(model, {"hf": options})
+    write_quantized = getattr(loaded, "write_quantized", None)
+    if write_quantized is None:
+        raise ValueError(
+            f"{model!r} was loaded by {type(loaded).__name__}, which doesn't write GGUF files: "
+            "put hf: in front of the model to load it in transformers"
+        )
+    missing = write_quantized(path, kind)
+    tokenizer = f"no tokenizer inside ({missing})" if missing else "tokenizer inside"
+    out.out(f"{path}: {decimal(path.stat().st_size)}, {kind}, {tokenizer}")
