@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Unpack, get_args
 
 from specdec.backend import ModelBackend, Span
-from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
+from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter, named_draft
 from specdec.prefill import OnPrefill, prefill
 from specdec.request import (
     BatchOptions,
@@ -66,7 +66,8 @@ class SpeculativeDecoder:
     Args:
         target: The model whose output is wanted.
         draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
-            ``Drafter``, or None for plain decoding.
+            ``Drafter``, or None for plain decoding. ``"self"``: the target's own weights,
+            quantised; ``"self:q8_0"`` and so on for more or fewer bits than the backend chooses.
         num_draft_tokens: The most tokens to draft per round; 0 is plain decoding.
         verification: How sampled drafts are judged. "coupled": they stand where the target's own
             choice is the same, so one seed gives one text whatever drafts. "rejection" and "block":
@@ -81,7 +82,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         target: ModelBackend,
-        draft: ModelBackend | Drafter | None = None,
+        draft: ModelBackend | Drafter | str | None = None,
         *,
         num_draft_tokens: int = 5,
         verification: Verification = "coupled",
@@ -89,11 +90,13 @@ class SpeculativeDecoder:
     ) -> None:
         if not isinstance(target, ModelBackend):
             raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
+        if isinstance(draft, str):
+            draft = named_draft(target, draft)
         if isinstance(draft, ModelBackend):
             draft = ModelDrafter(draft, target.vocab)
         elif draft is not None and (isinstance(draft, type) or not isinstance(draft, Drafter)):
             raise TypeError(
-                f"draft must be a backend or inherit from Drafter, but {_what_lacks(draft)}"
+                f'draft must be "self", a backend or a Drafter, but {_what_lacks(draft)}'
             )
         self.target = target
         self.drafter = draft

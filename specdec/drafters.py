@@ -12,7 +12,7 @@ from specdec.sampling import Sampler
 from specdec.verify import masked
 from specdec.vocab import Vocabulary, shared_ids
 
-__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter"]
+__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "named_draft"]
 
 
 class DraftRequest(NamedTuple):
@@ -156,3 +156,24 @@ class ModelDrafter(Drafter):
         if max(unread) >= size:
             return f"the text holds id {max(unread)} and the draft knows {size} ids only"
         return None
+
+
+def named_draft(target: ModelBackend, name: str) -> ModelBackend:
+    """The draft called ``"self"``, or ``"self:q8_0"`` and so on for another quantisation.
+
+    Raises:
+        ValueError: No draft is called so, or the target's backend can't make one of itself.
+    """
+    kind, colon, quantization = name.partition(":")
+    if kind != "self" or (colon and not quantization):
+        raise ValueError(
+            f'no draft is called {name!r}: give "self", "self:q8_0" or the like, or a backend'
+        )
+    make = getattr(target, "self_draft", None)  # what a backend has that can copy its own model
+    if make is None:
+        raise ValueError(
+            f"{type(target).__name__} can't make a draft of itself: give a smaller model of the "
+            "same vocabulary"
+        )
+    draft: ModelBackend = make(quantization) if quantization else make()
+    return draft

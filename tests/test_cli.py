@@ -81,12 +81,30 @@ def test_one_seed_is_one_text(pair: list[str]) -> None:
 def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
     runner = CliRunner()
     common = ["generate", *pair[:2], "--prompt", "the sea", "--max-new-tokens", "12", "--json"]
-    texts = []
-    for draft in (pair[2:], ["--draft-model", "none"], [], [pair[2], f"llama-cpp:{pair[3]}"]):
-        result = runner.invoke(app, [*common, *draft])
+    found = {}
+    for draft in ("none", "self", "self:q8_0", None, pair[3], f"llama-cpp:{pair[3]}"):
+        result = runner.invoke(app, [*common, *([pair[2], draft] if draft else [])])
         assert result.exit_code == 0, result.output
-        texts.append(json.loads(result.stdout.splitlines()[-1])["text"])
-    assert len(set(texts)) == 1
+        found[draft] = json.loads(result.stdout.splitlines()[-1])
+    assert len({one["text"] for one in found.values()}) == 1
+    kinds = {name: one["draft"] and one["draft"]["dtype"] for name, one in found.items()}
+    assert kinds["none"] is None
+    assert kinds["self"] == kinds[None] == "Q4_K - Medium"
+    assert kinds["self:q8_0"] == "Q8_0"
+
+
+def test_an_unasked_draft_that_cannot_be_had_is_no_error(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", __file__)
+    runner = CliRunner()
+    common = ["generate", *pair[:2], "--prompt", "the sea", "--max-new-tokens", "4", "--json"]
+    result = runner.invoke(app, common)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["draft"] is None
+    assert "no draft: can't write to" in result.stderr
+    asked = runner.invoke(app, [*common, "--draft-model", "self"])
+    assert asked.exit_code == 2
 
 
 @pytest.mark.parametrize(

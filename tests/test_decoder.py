@@ -397,18 +397,38 @@ def test_one_bad_prompt_of_a_batch_is_refused_before_any_work() -> None:
 
 def test_bad_parts_are_refused_at_construction() -> None:
     target = TableBackend.random(6)
-    bad: list[Any] = ["gpt2", 7, ModelDrafter]
+    bad: list[Any] = [7, ModelDrafter]
     for thing in bad:
         with pytest.raises(TypeError, match="target must be a ModelBackend"):
             SpeculativeDecoder(thing)
-        with pytest.raises(TypeError, match="draft must be a backend or inherit from Drafter"):
+        with pytest.raises(TypeError, match='draft must be "self", a backend or a Drafter, but'):
             SpeculativeDecoder(target, thing)
+    for name in ("gpt2", "self:", ""):
+        with pytest.raises(ValueError, match=f"no draft is called '{name}'"):
+            SpeculativeDecoder(target, name)
+    with pytest.raises(ValueError, match="TableBackend can't make a draft of itself"):
+        SpeculativeDecoder(target, "self")
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 0, not -1"):
         SpeculativeDecoder(target, target, num_draft_tokens=-1)
     with pytest.raises(TypeError, match="prompts is one text"):
         SpeculativeDecoder(target).generate_batch("abc")
     with pytest.raises(ValueError, match="max_batch must be at least 1, not 0"):
         SpeculativeDecoder(target).generate_batch([[1]], max_batch=0)
+
+
+def test_self_asks_the_target_for_its_own_draft() -> None:
+    asked = []
+
+    class Twin(TableBackend):
+        def self_draft(self, quantization: str = "its own choice") -> TableBackend:
+            asked.append(quantization)
+            return self
+
+    target = Twin.random(6)
+    for name in ("self", "self:q8_0"):
+        result = SpeculativeDecoder(target, name).generate([1], max_new_tokens=12)
+        assert result.stats.accept_rate == 1.0
+    assert asked == ["its own choice", "q8_0"]
 
 
 def test_a_drafter_that_proposes_too_much_is_named() -> None:

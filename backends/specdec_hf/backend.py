@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from itertools import accumulate
 from os import PathLike
+from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,7 +17,11 @@ from specdec.vocab import Vocabulary
 from specdec_hf.border import borrowed, cache_keyword, call, check_model, context_limit
 from specdec_hf.loading import as_device, as_dtype, load
 from specdec_hf.packed import KeyValueStore, PackedCache
+from specdec_hf.self_draft import self_draft, write_quantized
 from specdec_hf.tokens import logits_width, vocabulary
+
+if TYPE_CHECKING:
+    from specdec.backends import LlamaCppBackend
 
 __all__ = ["HFBackend"]
 
@@ -191,6 +196,35 @@ class HFBackend:
                     f"{name} failed in a forward of {len(batch)} spans "
                     f"({type(error).__name__}: {error}): the caches are as before"
                 ) from error
+
+    def self_draft(self, quantization: str = "q4_k_m") -> "LlamaCppBackend":
+        """The model's own weights as they are now, quantised, in llama.cpp; ``draft="self"``.
+
+        The first time they are written to a file in the user's cache folder (or the environment's
+        ``SPECDEC_CACHE``), which is found again by a hash of the weights.
+
+        Args:
+            quantization: ``"q4_0"``, ``"q8_0"`` and so on.
+
+        Raises:
+            ValueError: There is no such quantisation.
+            MissingRuntimeError: llama-cpp-python isn't installed.
+            UnsupportedModelError: A model that llama.cpp doesn't compute.
+            BackendError: The file can't be written.
+        """
+        return self_draft(self, quantization)
+
+    def write_quantized(
+        self, path: str | PathLike[str], quantization: str = "q4_k_m"
+    ) -> str | None:
+        """Write the model as a quantised GGUF, with its tokenizer if llama.cpp has the like of it.
+
+        Returns:
+            Why there is no tokenizer in the file, or None if there is one.
+
+        Raises as ``self_draft`` does.
+        """
+        return write_quantized(self, Path(path), quantization)
 
     def _run(self, batch: Sequence[Span], stores: Sequence[KeyValueStore]) -> torch.Tensor:
         """The wanted rows of all spans ``(rows, vocab.size)``. Lengths are left to the caller."""

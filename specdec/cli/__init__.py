@@ -9,6 +9,7 @@ import typer
 
 from specdec.cli.console import out, warn_in_one_line
 from specdec.cli.generate import generate
+from specdec.cli.quantize import quantize
 
 __all__ = ["app", "main"]
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
+app.command()(quantize)
 
 
 def show_version(wanted: bool) -> None:

@@ -28,7 +28,11 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
     target_model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help=f"{MODEL} 'none' decodes plainly.")
+        str | None,
+        typer.Option(
+            help=f"{MODEL} 'self' is the target's own weights in 4 bits ('self:q8_0' in 8), and "
+            "what an HF target has if nothing is named; 'none' decodes plainly."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to put out.")] = 256,
     num_draft_tokens: Annotated[int, typer.Option(help="The most tokens to draft per round.")] = 5,

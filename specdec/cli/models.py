@@ -7,7 +7,9 @@ from typing import Any
 from specdec.backend import ModelBackend
 from specdec.backends import load_backend
 from specdec.cli.console import err
+from specdec.drafters import named_draft
 from specdec.embedded import embedded_gguf
+from specdec.errors import SpecdecError
 
 __all__ = ["Options", "open_model", "open_pair"]
 
@@ -29,11 +31,34 @@ def open_model(spec: str, options: Options) -> ModelBackend:
 def open_pair(
     target: str | None, draft: str | None, options: Options
 ) -> tuple[ModelBackend, ModelBackend | None]:
-    """Load what was named, or the embedded default where nothing was; a draft may be "none"."""
+    """Load what was named, or the embedded default where nothing was.
+
+    Args:
+        target: None is the embedded default.
+        draft: ``"none"``, ``"self"``, ``"self:q8_0"`` and so on, or a model. None is the embedded
+            draft for the embedded target, and for any other ``"self"`` where that can be had.
+        options: Keyword arguments for backends.
+    """
+    itself = draft is not None and draft.partition(":")[0] == "self"
     if target is None:
-        if draft not in (None, "none"):
+        if not itself and draft not in (None, "none"):
             raise ValueError("--draft-model needs a --target-model beside it")
         gguf = embedded_gguf()
         target, draft = f"hf:{gguf}", draft or f"llama-cpp:{gguf}"
     loaded = open_model(target, options)
-    return loaded, None if draft in (None, "none") else open_model(draft, options)
+    if draft == "none":
+        return loaded, None
+    if draft is None:
+        return loaded, own_draft(loaded)
+    return loaded, named_draft(loaded, draft) if itself else open_model(draft, options)
+
+
+def own_draft(target: ModelBackend) -> ModelBackend | None:
+    """A draft that nobody asked for: the target's own if it can be made, or none, saying why."""
+    if not hasattr(target, "self_draft"):
+        return None
+    try:
+        return named_draft(target, "self")
+    except SpecdecError as error:
+        err.out(f"no draft: {error}", style="yellow")
+        return None
