@@ -151,15 +151,17 @@ class ModelDrafter(Drafter):
         if num_ids > limit:
             return (
                 f"the draft's context of {limit} tokens is full: "
-                "load the draft with a longer one to keep drafting"
+                "a draft with a longer one would keep drafting"
             )
         if max(unread) >= size:
             return f"the text holds id {max(unread)} and the draft knows {size} ids only"
         return None
 
 
-def named_draft(target: ModelBackend, name: str) -> ModelBackend:
+def named_draft(target: ModelBackend, name: str, **options: Any) -> ModelBackend:
     """The draft called ``"self"``, or ``"self:q8_0"`` and so on for another quantisation.
+
+    ``options`` are for the target's backend, which makes it.
 
     Raises:
         ValueError: No draft is called so, or the target's backend can't make one of itself.
@@ -175,5 +177,5 @@ def named_draft(target: ModelBackend, name: str) -> ModelBackend:
             f"{type(target).__name__} can't make a draft of itself: give a smaller model of the "
             "same vocabulary"
         )
-    draft: ModelBackend = make(quantization) if quantization else make()
+    draft: ModelBackend = make(*[quantization] * bool(quantization), **options)
     return draft

@@ -82,15 +82,17 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
     runner = CliRunner()
     common = ["generate", *pair[:2], "--prompt", "the sea", "--max-new-tokens", "12", "--json"]
     found = {}
-    for draft in ("none", "self", "self:q8_0", None, pair[3], f"llama-cpp:{pair[3]}"):
-        result = runner.invoke(app, [*common, *([pair[2], draft] if draft else [])])
+    for draft in ("none", "self", "self:Q8_0", None, pair[3], f"llama-cpp:{pair[3]}"):
+        given = [pair[2], draft, "--n-threads", "1", "--n-ctx", "64"] if draft else []
+        result = runner.invoke(app, [*common, *given])
         assert result.exit_code == 0, result.output
         found[draft] = json.loads(result.stdout.splitlines()[-1])
     assert len({one["text"] for one in found.values()}) == 1
     kinds = {name: one["draft"] and one["draft"]["dtype"] for name, one in found.items()}
     assert kinds["none"] is None
     assert kinds["self"] == kinds[None] == "Q4_K - Medium"
-    assert kinds["self:q8_0"] == "Q8_0"
+    assert kinds["self:Q8_0"] == "Q8_0"
+    assert (found["self"]["draft"]["threads"], found["self"]["draft"]["context"]) == (1, 64)
 
 
 def test_an_unasked_draft_that_cannot_be_had_is_no_error(
@@ -114,6 +116,7 @@ def test_an_unasked_draft_that_cannot_be_had_is_no_error(
         (["--target-model", "missing.gguf"], "missing.gguf"),
         (["--target-model", "nosuch:model"], "no backend is called 'nosuch'; installed are:"),
         (["--target-model", "llama-cpp:"], "names no model"),
+        (["--draft-model", "self:q9"], "self: goes with f32, f16"),
         (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),

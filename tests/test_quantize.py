@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from specdec.backend import Span
 from specdec.cli import app
-from specdec.cli.quantize import Quantization
+from specdec.cli.models import Quantization
 from specdec.errors import RuntimeFailure
 
 pytest.importorskip("llama_cpp")
@@ -142,3 +142,18 @@ def test_the_command_says_what_it_cannot_do(tiny_llama: Any, tmp_path: Path) -> 
 
 def test_the_command_offers_every_kind() -> None:
     assert set(get_args(Quantization)) == set(QUANTIZATIONS)
+
+
+def test_the_command_leaves_what_is_no_file_alone(tiny_llama: Any, tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file.gguf"
+    os.mkfifo(pipe)
+    file.write_bytes(b"old")
+    link.symlink_to(file)
+    command = ["quantize", str(tiny_llama.folder), "--type", "Q8_0", "--force"]
+    refused = CliRunner().invoke(app, [*command, str(pipe)])
+    assert refused.exit_code == 2
+    assert "is no plain file" in refused.stderr
+    assert pipe.is_fifo()
+    assert CliRunner().invoke(app, [*command, str(link)]).exit_code == 0
+    assert link.is_symlink()
+    assert file.read_bytes()[:4] == b"GGUF"

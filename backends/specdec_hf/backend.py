@@ -197,7 +197,7 @@ class HFBackend:
                     f"({type(error).__name__}: {error}): the caches are as before"
                 ) from error
 
-    def self_draft(self, quantization: str = "q4_k_m") -> "LlamaCppBackend":
+    def self_draft(self, quantization: str = "q4_k_m", **options: Any) -> "LlamaCppBackend":
         """The model's own weights as they are now, quantised, in llama.cpp; ``draft="self"``.
 
         The first time they are written to a file in the user's cache folder (or the environment's
@@ -205,14 +205,15 @@ class HFBackend:
 
         Args:
             quantization: ``"q4_0"``, ``"q8_0"`` and so on.
+            **options: For ``LlamaCppBackend``, such as ``n_threads=4``.
 
         Raises:
-            ValueError: There is no such quantisation.
+            ValueError: There is no such quantisation, or a bad option.
             MissingRuntimeError: llama-cpp-python isn't installed.
             UnsupportedModelError: A model that llama.cpp doesn't compute.
             BackendError: The file can't be written.
         """
-        return self_draft(self, quantization)
+        return self_draft(self, quantization, **options)
 
     def write_quantized(
         self, path: str | PathLike[str], quantization: str = "q4_k_m"

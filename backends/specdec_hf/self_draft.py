@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 import torch
@@ -38,7 +38,11 @@ PROBE_LENGTH = 32
 
 
 def self_draft(
-    target: "HFBackend", quantization: str = "q4_k_m", *, folder: Path | None = None
+    target: "HFBackend",
+    quantization: str = "q4_k_m",
+    *,
+    folder: Path | None = None,
+    **options: Any,
 ) -> "LlamaCppBackend":
     """The target's own weights, quantised, in llama.cpp.
 
@@ -50,6 +54,8 @@ def self_draft(
         quantization: One of ``specdec_llama_cpp.quantize.QUANTIZATIONS``.
         folder: Where such files are kept. None: the environment's ``SPECDEC_CACHE``, or else the
             user's cache folder.
+        **options: For ``LlamaCppBackend``. Unless they say otherwise the draft has the target's
+            context, and is on a GPU if the target is.
 
     Raises:
         ValueError: There is no such quantisation.
@@ -69,12 +75,11 @@ def self_draft(
         with _disk_errors(folder, "set SPECDEC_CACHE to"):
             folder.mkdir(parents=True, exist_ok=True)
             _write(target, file, kind, key=key)
-    return LlamaCppBackend(
-        file,
-        vocab=target.vocab,
-        n_ctx=min(target.max_context, trained_context(model.config)),
-        n_gpu_layers=-1 if model.device.type == "cuda" else 0,
-    )
+    usual = {
+        "n_ctx": min(target.max_context, trained_context(model.config)),
+        "n_gpu_layers": -1 if model.device.type == "cuda" else 0,
+    }
+    return LlamaCppBackend(file, vocab=target.vocab, **usual | options)
 
 
 def write_quantized(target: "HFBackend", path: Path, quantization: str) -> str | None:

@@ -30,8 +30,9 @@ def generate(
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help=f"{MODEL} 'self' is the target's own weights in 4 bits ('self:q8_0' in 8), and "
-            "what an HF target has if nothing is named; 'none' decodes plainly."
+            help=f"{MODEL} 'self' is the target's own weights as q4_k_m, 'self:q8_0' and so on as "
+            "another type (see specdec quantize), and what an HF target has if nothing is named; "
+            "'none' decodes plainly."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to put out.")] = 256,
@@ -76,7 +77,7 @@ def generate(
         "hf": {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
         "llama-cpp": {"n_gpu_layers": n_gpu_layers, "n_ctx": n_ctx, "n_threads": n_threads},
     }
-    if not as_json and target_model is None:
+    if not as_json and target_model is draft_model is None:
         err.out(
             "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
             "in llama.cpp",

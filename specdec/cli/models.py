@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from specdec.backend import ModelBackend
 from specdec.backends import load_backend
@@ -11,7 +11,23 @@ from specdec.drafters import named_draft
 from specdec.embedded import embedded_gguf
 from specdec.errors import SpecdecError
 
-__all__ = ["Options", "open_model", "open_pair"]
+__all__ = ["Options", "Quantization", "open_model", "open_pair"]
+
+Quantization: TypeAlias = Literal[
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q6_k",
+    "q5_k_m",
+    "q5_1",
+    "q5_0",
+    "q4_k_m",
+    "q4_1",
+    "q4_0",
+    "q3_k_m",
+    "q2_k",
+]
 
 Options = Mapping[str, Mapping[str, Any]]  # keyword arguments by the name of the backend
 
@@ -45,20 +61,25 @@ def open_pair(
             raise ValueError("--draft-model needs a --target-model beside it")
         gguf = embedded_gguf()
         target, draft = f"hf:{gguf}", draft or f"llama-cpp:{gguf}"
+    quantization = draft.partition(":")[2].lower() if itself and draft else ""
+    if quantization and quantization not in get_args(Quantization):
+        kinds = ", ".join(get_args(Quantization))
+        raise ValueError(f"--draft-model {draft} names no quantisation: self: goes with {kinds}")
     loaded = open_model(target, options)
+    own = {name: value for name, value in options.get("llama-cpp", {}).items() if value}
     if draft == "none":
         return loaded, None
     if draft is None:
-        return loaded, own_draft(loaded)
-    return loaded, named_draft(loaded, draft) if itself else open_model(draft, options)
+        return loaded, own_draft(loaded, own)
+    return loaded, named_draft(loaded, draft, **own) if itself else open_model(draft, options)
 
 
-def own_draft(target: ModelBackend) -> ModelBackend | None:
+def own_draft(target: ModelBackend, options: Mapping[str, Any]) -> ModelBackend | None:
     """A draft that nobody asked for: the target's own if it can be made, or none, saying why."""
     if not hasattr(target, "self_draft"):
         return None
     try:
-        return named_draft(target, "self")
+        return named_draft(target, "self", **options)
     except SpecdecError as error:
         err.out(f"no draft: {error}", style="yellow")
         return None

@@ -1,31 +1,15 @@
 """``specdec quantize``: a model's weights with fewer bits each, as a GGUF for llama.cpp."""
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal
 
 from specdec.cli.console import errors_as_lines, out
-from specdec.cli.models import open_model
+from specdec.cli.models import Quantization, open_model
 
-__all__ = ["Quantization", "quantize"]
-
-Quantization: TypeAlias = Literal[
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q6_k",
-    "q5_k_m",
-    "q5_1",
-    "q5_0",
-    "q4_k_m",
-    "q4_1",
-    "q4_0",
-    "q3_k_m",
-    "q2_k",
-]
+__all__ = ["quantize"]
 
 
 @errors_as_lines
@@ -56,6 +40,8 @@ def quantize(
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give a file in it, such as {path / 'model.gguf'}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no plain file: give another")
     if path.exists() and not force:
         raise ValueError(f"{path} is there already: --force replaces it")
     if not path.parent.is_dir():
@@ -68,6 +54,6 @@ def quantize(
             f"{model!r} was loaded by {type(loaded).__name__}, which doesn't write GGUF files: "
             "put hf: in front of the model to load it in transformers"
         )
-    missing = write_quantized(path, kind)
+    missing = write_quantized(path.resolve(), kind)
     tokenizer = f"no tokenizer inside ({missing})" if missing else "tokenizer inside"
     out.out(f"{path}: {decimal(path.stat().st_size)}, {kind}, {tokenizer}")
