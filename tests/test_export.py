@@ -56,7 +56,7 @@ LONGROPE = {
 }
 SCALES = {
     "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
+    "logits_scaling": 2,
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.1,
 }
@@ -264,9 +264,34 @@ def test_text_model_inside_a_larger_one(tmp_path: Path) -> None:
     assert relative_error(rows(copy, ids), rows(target, ids)) < 1e-3
 
 
-def test_context_ends_where_an_unmasked_window_does(tmp_path: Path) -> None:
-    write_gguf(make_model("Mistral", sliding_window=40), tmp_path / "model.gguf")
-    assert header(tmp_path / "model.gguf", "context_length") == 40
+@pytest.mark.parametrize(
+    ("family", "settings", "context"),
+    [
+        ("Mistral", {"sliding_window": 50, "layer_types": ["full_attention"] * 4}, 50),
+        (
+            "Qwen3Moe",
+            {**CASES["qwen3-moe"][1], "use_sliding_window": True, "sliding_window": 50},
+            50,
+        ),
+        ("Llama", {"sliding_window": 50}, 256),
+        ("Llama", {"max_position_embeddings": 10**12}, 2**31 - 1),
+        ("Phi3", CASES["phi3-longrope"][1], 512),
+    ],
+)
+def test_context_is_what_both_compute_alike(
+    family: str, settings: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    write_gguf(make_model(family, **settings), tmp_path / "model.gguf")
+    assert header(tmp_path / "model.gguf", "context_length") == context
+
+
+def test_longrope_has_room_for_many_texts(tmp_path: Path) -> None:
+    """Short of the length where the rotary factors change, whatever the texts add up to."""
+    _, copy = both(make_model("Phi3", **CASES["phi3-longrope"][1]), tmp_path / "model.gguf")
+    caches = [copy.new_cache() for _ in range(3)]
+    ids = [3 + i % 90 for i in range(400)]
+    rows = copy.forward([Span(cache, ids, 1) for cache in caches])
+    assert relative_error(np.asarray(rows[2]), np.asarray(rows[0])) < 1e-4
 
 
 def with_int8(model: Any) -> Any:

@@ -130,6 +130,32 @@ def test_a_truncated_file_is_made_anew(
     assert len(exports) == 2
 
 
+@pytest.mark.parametrize("where", [0.001, 0.3, 0.9999])
+def test_a_damaged_file_is_made_anew(
+    target: HFBackend, exports: list[Path], tmp_path: Path, where: float
+) -> None:
+    whole = make(target, tmp_path)
+    (file,) = tmp_path.iterdir()
+    damaged = bytearray(whole)
+    damaged[int(where * len(whole))] ^= 1
+    file.write_bytes(damaged)
+    assert make(target, tmp_path) == whole
+    assert len(exports) == 2
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(
+    target: HFBackend, tmp_path: Path
+) -> None:
+    old, young = tmp_path / ".specdec-old", tmp_path / ".specdec-young"
+    for room in (old, young):
+        room.mkdir()
+        (room / "whole.gguf").write_bytes(b"GGUF")
+    os.utime(old, (0, 0))
+    self_draft(target, "q8_0", folder=tmp_path).close()
+    assert young.exists()
+    assert not old.exists()
+
+
 @pytest.mark.parametrize("foreign", ["noise", "without a key", "of another model"])
 def test_a_foreign_file_is_made_anew(
     make_tiny_llama: Any, target: HFBackend, exports: list[Path], tmp_path: Path, foreign: str

@@ -1,7 +1,7 @@
 """A transformers model in memory as a GGUF file, tensor by tensor."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +87,6 @@ def write_gguf(
     path: Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    labels: Mapping[str, str] = {},
     progress: OnProgress | None = None,
 ) -> str | None:
     """Write a model's weights as they are in memory, in their own precision.
@@ -98,7 +97,6 @@ def write_gguf(
         model: A model of one of ``FAMILIES``.
         path: The file to write.
         tokenizer: Written too, if llama.cpp's gives the same ids.
-        labels: More strings for the header, by their keys.
         progress: Called with ``(done, total)`` bytes.
 
     Returns:
@@ -113,8 +111,6 @@ def write_gguf(
     try:
         for key, value in header.items():
             _add(writer, key, value)
-        for label, text in labels.items():
-            writer.add_string(label, text)
         size = int(header[f"{arch}.vocab_size"])
         missing = add_tokenizer(writer, tokenizer, size, eos_ids(model, tokenizer))
         for entry in entries:
@@ -179,7 +175,7 @@ def _entries(model: PreTrainedModel, config: PreTrainedConfig, family: Family) -
 def _weights(model: PreTrainedModel, family: Family) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter of the text model, by its name in a plain causal language model."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    for name, weight in decoder.named_parameters():
+    for name, weight in decoder.named_parameters(remove_duplicate=False):
         yield f"model.{name}", weight
     tied = head.weight is decoder.get_input_embeddings().weight
     for name, weight in head.named_parameters():

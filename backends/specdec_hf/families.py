@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
@@ -53,7 +53,8 @@ class Family(NamedTuple):
         arch: Its name of the architecture.
         in_pairs: The rows of Q and K stand in pairs for the rotary embedding, not in halves.
         norm_offset: Added to the weights of norms.
-        has_windows: It masks sliding windows. Elsewhere a text must end where the window does.
+        windows: The attribute that tells transformers which layers have a sliding window.
+        has_windows: It masks them. Elsewhere a text must end where the window does.
         needs_head: It wants the head written out even if it is the embedding's own matrix.
         keys: Attributes of the config to keys of the file's header.
         fixed: Attributes that it has no key for, and the only value that it computes.
@@ -65,6 +66,7 @@ class Family(NamedTuple):
     arch: str
     in_pairs: bool = False
     norm_offset: float = 0.0
+    windows: Literal["layer_types", "sliding_window"] | None = None
     has_windows: bool = False
     needs_head: bool = False
     keys: Mapping[str, str] = {}
@@ -75,17 +77,19 @@ class Family(NamedTuple):
 
 FAMILIES: Mapping[str, Family] = {  # by the config's model_type
     "llama": Family("llama", in_pairs=True),
-    "mistral": Family("llama", in_pairs=True),
-    "qwen2": Family("qwen2"),
+    "mistral": Family("llama", in_pairs=True, windows="sliding_window"),
+    "qwen2": Family("qwen2", windows="layer_types"),
     "qwen2_moe": Family(
         "qwen2moe",
+        windows="layer_types",
         needs_head=True,
         keys=EXPERTS | SHARED_EXPERT,
         fixed={**SILU, **ALL_EXPERTS, "norm_topk_prob": False},
     ),
-    "qwen3": Family("qwen3", fixed={**SILU, **NO_BIAS}),
+    "qwen3": Family("qwen3", windows="layer_types", fixed={**SILU, **NO_BIAS}),
     "qwen3_moe": Family(
         "qwen3moe",
+        windows="sliding_window",
         needs_head=True,
         keys=EXPERTS,
         fixed={**SILU, **NO_BIAS, **ALL_EXPERTS, "norm_topk_prob": True},
@@ -93,6 +97,7 @@ FAMILIES: Mapping[str, Family] = {  # by the config's model_type
     "gemma2": Family(
         "gemma2",
         norm_offset=1.0,
+        windows="layer_types",
         has_windows=True,
         keys=CAPS,
         fixed={**GELU, **NO_BIAS},
@@ -102,12 +107,13 @@ FAMILIES: Mapping[str, Family] = {  # by the config's model_type
     "gemma3_text": Family(
         "gemma3",
         norm_offset=1.0,
+        windows="layer_types",
         has_windows=True,
         fixed={**GELU, **NO_BIAS, **dict.fromkeys(CAPS), "use_bidirectional_attention": False},
         queries="q_norm",
         layers_of_27b=62,
     ),
-    "phi3": Family("phi3"),
+    "phi3": Family("phi3", windows="sliding_window"),
     "olmo2": Family("olmo2", needs_head=True, fixed={**SILU, **NO_BIAS}),
     "granite": Family("granite", in_pairs=True, keys=SCALES),
 }
@@ -148,14 +154,15 @@ def hyperparameters(config: PreTrainedConfig, family: Family) -> dict[str, Value
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_size(config),
         "attention.value_length": head_size(config),
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "vocab_size": config.vocab_size,
     }
     for name, key in family.keys.items():
-        values[key] = getattr(config, name)
-        if values[key] is None:
+        value = getattr(config, name)
+        if value is None:
             raise unsupported(config, f"{name}=None, and llama.cpp computes one")
-    windowed = windowed_layers(config)
+        values[key] = value if name in (*EXPERTS, *SHARED_EXPERT) else float(value)
+    windowed = windowed_layers(config, family)
     if family.has_windows and any(windowed):
         values["attention.sliding_window"] = config.sliding_window
         values["attention.sliding_window_pattern"] = window_period(config, windowed)
@@ -165,10 +172,8 @@ def hyperparameters(config: PreTrainedConfig, family: Family) -> dict[str, Value
 def trained_context(config: PreTrainedConfig) -> int:
     """The most tokens of a text that llama.cpp computes as the model does."""
     config = config.get_text_config(decoder=True)
-    limit = context_limit(config)
-    if rope_of(config)["rope_type"] == "longrope":  # the file has the factors for longer texts too
-        limit = config.max_position_embeddings
-    if any(windowed_layers(config)) and not family_of(config).has_windows:
+    family, limit = family_of(config), min(context_limit(config), 2**31 - 1)
+    if any(windowed_layers(config, family)) and not family.has_windows:
         limit = min(limit, config.sliding_window)
     return int(limit)
 
@@ -180,12 +185,12 @@ def head_size(config: PreTrainedConfig) -> int:
     )
 
 
-def windowed_layers(config: PreTrainedConfig) -> list[bool]:
+def windowed_layers(config: PreTrainedConfig, family: Family) -> list[bool]:
     """Which layers look at a window only."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [bool(getattr(config, "sliding_window", None))] * config.num_hidden_layers
-    return [kind == "sliding_attention" for kind in kinds]
+    if family.windows == "layer_types":
+        return [kind == "sliding_attention" for kind in config.layer_types]
+    everywhere = family.windows == "sliding_window" and bool(config.sliding_window)
+    return [everywhere] * config.num_hidden_layers
 
 
 def window_period(config: PreTrainedConfig, windowed: list[bool]) -> int:
@@ -237,7 +242,7 @@ def rope(
             if parameters.get(name, only) != only:
                 raise unsupported(config, f"{name}={parameters[name]}, and llama.cpp takes {only}")
         _, attention = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layers)
-        trained = parameters["original_max_position_embeddings"]
+        trained = int(parameters["original_max_position_embeddings"])
         factor = float(parameters["factor"] or config.max_position_embeddings / trained)
         return keys | {
             "rope.scaling.type": "yarn",
@@ -247,14 +252,10 @@ def rope(
         }, {}
     if kind == "longrope" and family.arch == "phi3":
         _, attention = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layers)
-        keys |= {
-            "rope.scaling.original_context_length": parameters["original_max_position_embeddings"],
-            "rope.scaling.attn_factor": float(attention),
-        }
-        return keys, {
-            f"rope_factors_{length}.weight": torch.tensor(parameters[f"{length}_factor"])
-            for length in ("long", "short")
-        }
+        # The context ends where the long factors would begin, as they change what was read before.
+        short = torch.tensor(parameters["short_factor"])
+        keys |= {"rope.scaling.attn_factor": float(attention)}
+        return keys, {f"rope_factors_{length}.weight": short for length in ("long", "short")}
     raise unsupported(config, f"rope_type={kind!r}, which llama.cpp doesn't compute for it")
 
 

@@ -2,15 +2,16 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import platformdirs
 import torch
-from gguf import GGUFReader
 from rich.filesize import decimal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["self_draft", "write_quantized"]
 
 FORMAT = 1  # counts up when the same model would be written otherwise
-KEY = "specdec.key"
+SEAL_SIZE = 32
+UNFINISHED, STALE = ".specdec-", 86_400  # the names of rooms for writing; seconds
 
 # What two runtimes' rounding may come to, relative to the logits. SmolLM2-135M differs by 1e-6 in
 # float32, 2e-3 in float16 and 1e-2 in bfloat16, and deeper models by more. The rows of one layer's
@@ -68,12 +70,13 @@ def self_draft(
     from specdec_llama_cpp.quantize import checked_kind
 
     kind, model = checked_kind(quantization), target.model
-    folder = folder or _cache_folder()
     key = fingerprint(model, FORMAT, kind)
+    folder = folder or _cache_folder()
     file = folder / f"{model.config.model_type}-{kind}-{key[:16]}.gguf"
-    if not _is_whole(file, key):
+    if not _is_sealed(file, key):
         with _disk_errors(folder, "set SPECDEC_CACHE to"):
             folder.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(folder)
             _write(target, file, kind, key=key)
     usual = {
         "n_ctx": min(target.max_context, trained_context(model.config)),
@@ -95,19 +98,41 @@ def write_quantized(target: "HFBackend", path: Path, quantization: str) -> str |
     from specdec.backends import LlamaCppBackend  # noqa: F401 - says what to install
     from specdec_llama_cpp.quantize import checked_kind
 
+    kind, path = checked_kind(quantization), path.expanduser().resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a file in it")
     with _disk_errors(path.parent, "choose"):
-        return _write(target, path, checked_kind(quantization), tokenizer=target.tokenizer)
+        return _write(target, path, kind, tokenizer=target.tokenizer)
 
 
 def _cache_folder() -> Path:
     chosen = os.environ.get("SPECDEC_CACHE")
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("specdec")
+    return Path(os.path.expanduser(chosen)) if chosen else platformdirs.user_cache_path("specdec")
 
 
-def _is_whole(file: Path, key: str) -> bool:
-    try:  # the reader looks at every tensor, so it fails on a truncated file
-        return bool(GGUFReader(file).fields[KEY].contents() == key)
-    except Exception:  # there is no end to what a parser can raise on a foreign file
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed process had begun to write."""
+    for room in folder.glob(f"{UNFINISHED}*"):
+        if time.time() - room.stat().st_mtime > STALE:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _seal(stream: BinaryIO, size: int, key: str) -> bytes:
+    """A hash of a file's first bytes and of what it should be."""
+    digest = sha256(key.encode())
+    stream.seek(0)
+    for start in range(0, size, 1 << 24):
+        digest.update(stream.read(min(size - start, 1 << 24)))
+    return digest.digest()
+
+
+def _is_sealed(file: Path, key: str) -> bool:
+    """Whether a file is whole and the one for this key. GGUF readers ignore its seal."""
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size - SEAL_SIZE
+            return _seal(stream, size, key) == stream.read()
+    except OSError:
         return False
 
 
@@ -124,19 +149,22 @@ def _write(
 
     model, folder = target.model, file.parent
     with (
-        TemporaryDirectory(prefix=".specdec-", dir=folder) as room,
+        TemporaryDirectory(prefix=UNFINISHED, dir=folder) as room,
         _bar(f"writing {file.name}") as (exported, quantized),
     ):
         _check_room(model, folder, kind)
         whole, small = Path(room, "whole.gguf"), Path(room, "small.gguf")
-        reason = write_gguf(
-            model, whole, tokenizer=tokenizer, labels={KEY: key} if key else {}, progress=exported
-        )
+        reason = write_gguf(model, whole, tokenizer=tokenizer, progress=exported)
         _check_export(target, whole)
         try:
             quantize(whole, small, kind, progress=quantized)
         except RuntimeFailure as error:  # llama.cpp doesn't say that a disk is full
             raise OSError(str(error)) from error
+        with small.open("r+b") as stream:
+            if key is not None:
+                stream.write(_seal(stream, small.stat().st_size, key))
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(small, file)
     return reason
 
@@ -157,18 +185,26 @@ def _check_export(target: "HFBackend", file: Path) -> None:
     spelled = [i for i, text in enumerate(vocab.tokens) if text and i not in vocab.special_ids]
     plain = spelled or range(vocab.size)
     count = min(PROBE_LENGTH, target.max_context, trained_context(target.model.config))
-    ids = [plain[i * len(plain) // count] for i in range(count)]
-    with LlamaCppBackend(
-        file, vocab=vocab, n_ctx=count, flash_attention=False, cache_dtype="f32"
-    ) as exported:
-        (found,) = exported.forward([Span(exported.new_cache(), ids, count)])
-    (expected,) = target.forward([Span(target.new_cache(), ids, count)])
-    difference = torch.from_numpy(found) - expected.cpu()
-    error = float(difference.norm() / expected.cpu().norm())
-    if not error <= tolerance:  # so that NaN is refused too
+    ids = [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]
+    try:
+        with LlamaCppBackend(
+            file, vocab=vocab, n_ctx=count, flash_attention=False, cache_dtype="f32"
+        ) as exported:
+            (found,) = exported.forward([Span(exported.new_cache(), ids, count)])
+    except RuntimeFailure as error:
+        said = str(error).replace(str(file), "it")
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} can't be written for llama.cpp: {said}. As a draft "
+            "give a smaller model of the same vocabulary instead"
+        ) from error
+    (rows,) = target.forward([Span(target.new_cache(), ids, count)])
+    expected = rows.cpu()
+    difference = (torch.from_numpy(found) - expected).norm() / expected.norm().clamp_min(1e-30)
+    off = float(difference)
+    if not off <= tolerance:  # so that NaN is refused too
         raise UnsupportedModelError(
             f"{type(target.model).__name__} written as a GGUF computes something else: the logits "
-            f"of {count} ids differ by {error:.1e} of their size, and {tolerance:.0e} is allowed "
+            f"of {count} ids differ by {off:.1e} of their size, and {tolerance:.0e} is allowed "
             f"for {target.model.dtype}. Pass a GGUF of the model as the draft instead"
         )
 
@@ -179,7 +215,7 @@ def _disk_errors(folder: Path, choose: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if folder.is_dir():  # numpy doesn't say that a disk is full
+        if os.path.isdir(folder):  # numpy doesn't say that a disk is full
             reason += f", {decimal(shutil.disk_usage(folder).free)} left"
         raise BackendError(
             f"can't write to {folder} ({reason}): {choose} a folder that can be written and has "

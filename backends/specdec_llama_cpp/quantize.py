@@ -40,7 +40,7 @@ def checked_kind(kind: str) -> str:
     Raises:
         ValueError: There is none of that name.
     """
-    if kind.lower() not in QUANTIZATIONS:
+    if str(kind).lower() not in QUANTIZATIONS:
         raise ValueError(f"there is no quantisation {kind!r}: use {', '.join(QUANTIZATIONS)}")
     return kind.lower()
 
