@@ -2,13 +2,14 @@
 
 import operator
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from time import perf_counter
-from typing import Unpack, get_args
+from typing import Literal, Unpack, get_args
 
 from specdec.backend import ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter, named_draft
+from specdec.policy import Costs, FixedLength, MeasuredLength
 from specdec.prefill import OnPrefill, prefill
 from specdec.request import (
     BatchOptions,
@@ -21,9 +22,15 @@ from specdec.request import (
 )
 from specdec.sampling import SamplingParams
 from specdec.stopping import TokenEvent
+from specdec.strict import NarrowForwards
 from specdec.vocab import Prompt
 
 __all__ = ["SpeculativeDecoder", "TokenStream"]
+
+CALIBRATION_SECONDS = 0.4
+TRIAL_TOKENS = 3
+CALIBRATION_TOKENS = 32  # shorter texts aren't worth it
+CALIBRATION_WIDTHS = (1, 5, 2, 9, 3, 17)  # first what tells most
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -68,12 +75,22 @@ class SpeculativeDecoder:
         draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
             ``Drafter``, or None for plain decoding. ``"self"``: the target's own weights,
             quantised; ``"self:q8_0"`` and so on for more or fewer bits than the backend chooses.
-        num_draft_tokens: The most tokens to draft per round; 0 is plain decoding.
+        num_draft_tokens: How many tokens to draft per round; 0 is plain decoding. ``"auto"``: as
+            many as bring the most tokens per second, by measured times and what stood lately; also
+            none at all.
+        max_draft_tokens: The most that ``"auto"`` may choose.
         verification: How sampled drafts are judged. "coupled": they stand where the target's own
             choice is the same, so one seed gives one text whatever drafts. "rejection" and "block":
             the papers' rules (see ``specdec.rejection``); their texts follow the same law, but
             depend on the draft. Greedy decoding is the same for all.
+        strict: Where rounding in forwards over several tokens could change a choice, let a forward
+            over one token make it, as plain decoding does. For low precision; costs time.
         progress: Called with ``(done, total)`` ids while the target reads a prompt.
+
+        clock: Where times come from, in seconds.
+
+    Attributes:
+        costs: What rounds take, as measured so far; ``"auto"`` goes by them.
 
     Raises:
         VocabularyMismatchError: Target and draft have different tokenizers.
@@ -84,9 +101,12 @@ class SpeculativeDecoder:
         target: ModelBackend,
         draft: ModelBackend | Drafter | str | None = None,
         *,
-        num_draft_tokens: int = 5,
+        num_draft_tokens: int | Literal["auto"] = "auto",
+        max_draft_tokens: int = 16,
         verification: Verification = "coupled",
+        strict: bool = False,
         progress: OnPrefill | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not isinstance(target, ModelBackend):
             raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
@@ -100,12 +120,18 @@ class SpeculativeDecoder:
             )
         self.target = target
         self.drafter = draft
-        self.num_draft_tokens = at_least(0, num_draft_tokens=num_draft_tokens)
+        self.num_draft_tokens = num_draft_tokens
+        if num_draft_tokens != "auto":
+            at_least(0, num_draft_tokens=num_draft_tokens)
+        self.max_draft_tokens = at_least(1, max_draft_tokens=max_draft_tokens)
+        self.costs = Costs()
         if verification not in get_args(Verification):
             known = ", ".join(get_args(Verification))
             raise ValueError(f"verification must be one of {known}, not {verification!r}")
         self.verification = verification
+        self._narrow = NarrowForwards(target) if strict else None
         self._progress = progress
+        self._clock = clock
         self._num_tokens = target.vocab.num_tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
@@ -178,16 +204,79 @@ class SpeculativeDecoder:
             request.stats.reason = "no draft was given"
         elif self.num_draft_tokens == 0:
             request.stats.reason = "num_draft_tokens is 0"
-        elif self._num_wanted(request) < 1:
+        elif self._limit(request) < 1:
             request.stats.reason = "there was room for fewer than two new tokens"
         if request.stats.reason:
             request.drafter = None
+        elif self.num_draft_tokens == "auto":
+            request.policy = MeasuredLength(self.costs, self.max_draft_tokens)
+        else:
+            request.policy = FixedLength(self.num_draft_tokens)
         return request
 
-    def _num_wanted(self, sequence: Request) -> int:
+    def _is_worth_calibrating(self, sequence: Request) -> bool:
+        is_long = sequence.output.remaining >= CALIBRATION_TOKENS
+        return is_long and isinstance(sequence.policy, MeasuredLength) and not self.costs.known
+
+    def _limit(self, sequence: Request) -> int:
         """The most drafts that a round may check: one token of every round is the target's own."""
         room = self.target.max_context - len(sequence.ids)
-        return min(self.num_draft_tokens, sequence.output.remaining - 1, room)
+        return min(sequence.output.remaining - 1, room)
+
+    def calibrate(
+        self, prompt: Prompt, *, seconds: float = 0.4, widths: Sequence[int] | None = None
+    ) -> Costs:
+        """Measure what rounds take; ``"auto"`` does it by itself in a decoder's first call.
+
+        Args:
+            prompt: What to measure on.
+            seconds: The most to spend on target forwards, the first one aside.
+            widths: Numbers of tokens of a forward to measure. None: some that tell most.
+
+        Returns:
+            ``costs``, with the samples entered.
+
+        Raises as ``generate`` does.
+        """
+        request = self._request(prompt)
+        self._open(request)
+        try:
+            self._calibrate(request, seconds, widths)
+        finally:
+            self._close([request])
+        return self.costs
+
+    def _calibrate(
+        self, sequence: Request, seconds: float, widths: Sequence[int] | None = None
+    ) -> None:
+        """Time drafts, and forwards of several widths, behind a prompt, up to three times each."""
+        started, longest = self._clock(), 0.0
+        self._try_drafts(sequence)
+        target, cache, last = self.target, sequence.cache, sequence.ids[-1]
+        held = len(cache)
+        most = min(target.max_context - held, self.max_draft_tokens + 1)
+        wanted = [w for w in widths or CALIBRATION_WIDTHS if w <= most]
+        for number, width in enumerate(3 * wanted):
+            must = number < (len(wanted) if widths else 1)
+            before = self._clock()
+            if not must and before - started + longest > seconds:
+                break
+            target.forward([Span(cache, [last] * width, width)])
+            longest = max(longest, self._clock() - before)
+            self.costs.count_verify(width, self._clock() - before)
+            target.crop(cache, held)
+        sequence.stats.prefill_seconds += self._clock() - started
+
+    def _try_drafts(self, sequence: Request) -> None:
+        """Time two drafts, of which the first may be slow for being the first."""
+        drafter, count = sequence.drafter, min(TRIAL_TOKENS, self._limit(sequence))
+        if drafter is None or count < 1:
+            return
+        self._open_draft(sequence, drafter)
+        for _ in range(2):
+            state, ids = sequence.draft_state, sequence.ids
+            self._ask(drafter, [DraftRequest(state, ids, count, sequence.sampler)], lag=0)
+            drafter.commit(state, ids)
 
     def _rounds(self, sequences: Iterable[Request], max_batch: int) -> Generator[None, None, None]:
         """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
@@ -198,6 +287,8 @@ class SpeculativeDecoder:
                 while waiting and len(active) < max_batch:
                     self._open(waiting[0])
                     active.append(waiting.popleft())
+                    if self._is_worth_calibrating(active[-1]):
+                        self._calibrate(active[-1], CALIBRATION_SECONDS)
                 self._round(active)
                 if finished := [s for s in active if s.output.finish_reason]:
                     active = [s for s in active if s.output.finish_reason is None]
@@ -208,58 +299,75 @@ class SpeculativeDecoder:
 
     def _open(self, sequence: Request) -> None:
         """Read the prompt, all but its last id, so that the first round is like every other."""
-        started = perf_counter()
-        sequence.cache = self.target.new_cache()
-        try:
+        started = self._clock()
+        with ExitStack() as undo:
+            sequence.cache = self.target.new_cache()
+            undo.callback(sequence.cache.close)
             prefill(self.target, sequence.cache, sequence.ids[:-1], self._progress)
-            if sequence.drafter is not None:
-                sequence.draft_state = sequence.drafter.open(sequence.ids)
-        except BaseException:
-            sequence.cache.close()
-            raise
-        sequence.stats.prefill_seconds = perf_counter() - started
+            if sequence.drafter is not None and self._narrow is not None:
+                self._narrow.learn(sequence.ids)
+            undo.pop_all()
+        sequence.lag = len(sequence.ids)
+        sequence.stats.prefill_seconds = self._clock() - started
+
+    def _open_draft(self, sequence: Request, drafter: Drafter) -> None:
+        """Let the drafter read the text so far."""
+        started = self._clock()
+        sequence.draft_state = drafter.open(sequence.ids)
+        sequence.is_open, sequence.lag = True, 0
+        self.costs.count_read(self._clock() - started, len(sequence.ids))
 
     def _close(self, sequences: Iterable[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
             for sequence in sequences:
                 stack.callback(sequence.cache.close)
-                if sequence.drafter is not None:
+                if sequence.drafter is not None and sequence.is_open:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
 
     def _round(self, active: Sequence[Request]) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``."""
-        started = perf_counter()
-        drafts = self._propose(active)
-        drafted = perf_counter()
+        opened = self._clock()
+        requests = self._requests(active)
+        started = self._clock()
+        drafts = self._propose(active, requests)
+        drafted = self._clock()
 
         batch = [
             Span(sequence.cache, [sequence.ids[-1], *draft.token_ids], len(draft.token_ids) + 1)
             for sequence, draft in zip(active, drafts, strict=True)
         ]
         rows = self.target.forward(batch)
+        if self._narrow is not None:
+            drafts, rows = self._narrow.decide(active, drafts, rows)
         verdicts = [
             sequence.sampler.verify(draft.token_ids, logits, sequence.ids)
             for sequence, draft, logits in zip(active, drafts, rows, strict=True)
         ]
-        verified = perf_counter()
+        verified = self._clock()
 
         for sequence, draft, verdict, logits in zip(active, drafts, verdicts, rows, strict=True):
             tokens, num_correct = verdict
+            sequence.lag += 0 if draft.token_ids else 1
             sequence.commit(tokens, num_correct, logits[:, : self._num_tokens])
             sequence.stats.count_round(draft, num_correct)
+            sequence.policy.observe(len(draft.token_ids), num_correct)
             full = len(sequence.ids) > self.target.max_context
             if full and sequence.output.finish_reason is None:
                 sequence.output.finish("context")
-        committed = perf_counter()
+        committed = self._clock()
 
         for sequence in active:
             if sequence.output.finish_reason is None:
                 self.target.crop(sequence.cache, len(sequence.ids) - 1)
-                if sequence.drafter is not None:
+                if sequence.drafter is not None and sequence.is_open:
                     sequence.drafter.commit(sequence.draft_state, sequence.ids)
-        rolled_back = perf_counter()
+        rolled_back = self._clock()
 
+        if self.num_draft_tokens == "auto":
+            self.costs.count_verify(sum(len(span.tokens) for span in batch), verified - drafted)
+            self.costs.count_rest(rolled_back - verified)
         for sequence in active:
+            sequence.stats.prefill_seconds += (started - opened) / len(active)
             sequence.stats.count_seconds(
                 draft=(drafted - started) / len(active),
                 verify=(verified - drafted) / len(active),
@@ -267,26 +375,51 @@ class SpeculativeDecoder:
                 rollback=(rolled_back - committed) / len(active),
             )
 
-    def _propose(self, active: Sequence[Request]) -> list[Draft]:
+    def _requests(self, active: Sequence[Request]) -> dict[int, DraftRequest]:
+        """What to ask of the drafter, by the number of the sequence."""
+        requests = {}
+        for index, sequence in enumerate(active):
+            limit = max(0, self._limit(sequence))
+            wanted = sequence.policy.wanted(limit, sequence.lag, len(active))
+            if wanted > 0 and sequence.drafter is not None:
+                if not sequence.is_open:
+                    self._open_draft(sequence, sequence.drafter)
+                # Block verification takes the length of a block as given beforehand.
+                go_on = None if self.verification == "block" else sequence.policy.go_on
+                requests[index] = DraftRequest(
+                    sequence.draft_state, sequence.ids, wanted, sequence.sampler, go_on
+                )
+        return requests
+
+    def _propose(
+        self, active: Sequence[Request], requests: Mapping[int, DraftRequest]
+    ) -> list[Draft]:
         """One draft per sequence, empty where none is wanted."""
         drafts = [Draft(())] * len(active)
-        requests: dict[int, DraftRequest] = {}
-        for index, sequence in enumerate(active):
-            wanted = self._num_wanted(sequence)
-            if sequence.drafter is not None and wanted > 0:
-                requests[index] = DraftRequest(
-                    sequence.draft_state, sequence.ids, wanted, sequence.sampler
-                )
-        if self.drafter is not None and requests:
-            answers = self.drafter.propose(list(requests.values()))
-            if len(answers) != len(requests):
-                raise ValueError(
-                    f"{type(self.drafter).__name__} gave {len(answers)} drafts for "
-                    f"{len(requests)} requests: give one each, in order"
-                )
-            for (index, request), draft in zip(requests.items(), answers, strict=True):
-                token_ids = self._checked(draft, request.num_tokens)
-                drafts[index] = Draft(token_ids, draft.forward_ct, draft.reason)
+        if self.drafter is None or not requests:
+            return drafts
+        lag = sum(active[index].lag for index in requests)
+        answers = self._ask(self.drafter, list(requests.values()), lag)
+        for index, draft in zip(requests, answers, strict=True):
+            drafts[index], active[index].lag = draft, 0
+        return drafts
+
+    def _ask(self, drafter: Drafter, requests: Sequence[DraftRequest], lag: int) -> list[Draft]:
+        """A drafter's answers, checked and timed; ``lag`` ids are read first."""
+        started = self._clock()
+        answers = drafter.propose(requests)
+        seconds = self._clock() - started - lag * self.costs.read
+        if len(answers) != len(requests):
+            raise ValueError(
+                f"{type(drafter).__name__} gave {len(answers)} drafts for "
+                f"{len(requests)} requests: give one each, in order"
+            )
+        drafts = [
+            draft._replace(token_ids=self._checked(draft, request.num_tokens))
+            for draft, request in zip(answers, requests, strict=True)
+        ]
+        if longest := max(len(draft.token_ids) for draft in drafts):
+            self.costs.count_draft(max(0.0, seconds), longest, len(requests))
         return drafts
 
     def _checked(self, draft: Draft, limit: int) -> list[int]:

@@ -1,15 +1,15 @@
 """Where drafts come from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from specdec.backend import Cache, ModelBackend, Span
+from specdec.backend import Cache, Logits, ModelBackend, Span
 from specdec.prefill import prefill
 from specdec.sampling import Sampler
-from specdec.verify import masked
+from specdec.verify import masked, probability
 from specdec.vocab import Vocabulary, shared_ids
 
 __all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "named_draft"]
@@ -22,6 +22,8 @@ class DraftRequest(NamedTuple):
     ids: Sequence[int]  # prompt and output so far; read it, don't keep or change it
     num_tokens: int  # at least 1: the most ids to propose
     sampler: Sampler  # how the target will choose; its ``guess`` is for drafters with logits
+    # Told the probability that the drafter gives the id it has just drafted: whether to go on.
+    go_on: Callable[[float], bool] | None = None
 
 
 class Draft(NamedTuple):
@@ -106,7 +108,7 @@ class ModelDrafter(Drafter):
         tokens: list[list[int]] = [[] for _ in requests]
         forwards = [0] * len(requests)
         live: list[tuple[int, Cache, Sequence[int], int]] = []
-        for index, (state, ids, wanted, _) in enumerate(requests):
+        for index, (state, ids, wanted, *_) in enumerate(requests):
             unread = ids[len(state.cache) :]
             state.reason = state.reason or self._why_not(len(ids), unread)
             if state.reason is None:
@@ -126,7 +128,7 @@ class ModelDrafter(Drafter):
                 token = request.sampler.guess(logits, request.ids, draft)
                 if token is not None and token in self._shared:
                     draft.append(token)
-                    if wanted > 1:
+                    if wanted > 1 and _goes_on(request, logits[0], token):
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [
@@ -156,6 +158,10 @@ class ModelDrafter(Drafter):
         if max(unread) >= size:
             return f"the text holds id {max(unread)} and the draft knows {size} ids only"
         return None
+
+
+def _goes_on(request: DraftRequest, row: Logits, token: int) -> bool:
+    return request.go_on is None or request.go_on(probability(row, token))
 
 
 def named_draft(target: ModelBackend, name: str, **options: Any) -> ModelBackend:

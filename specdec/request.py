@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 from specdec.backend import Cache, Logits
 from specdec.drafters import Drafter
 from specdec.errors import ContextFullError
+from specdec.policy import FixedLength
 from specdec.rejection import RatioSampler, block_plan, rejection_plan
 from specdec.sampling import Sampler, SamplingParams, log_probabilities
 from specdec.stats import Stats
@@ -87,8 +88,11 @@ class Request:
     sampler: Sampler
     num_logprobs: int | None
     drafter: Drafter | None = None  # None: decode it plainly, for the reason in the statistics
+    policy: FixedLength = field(default_factory=lambda: FixedLength(0))
+    lag: int = 0  # ids that the drafter hasn't read
     cache: Cache = field(init=False)
-    draft_state: Any = field(init=False)
+    is_open: bool = False  # for the drafter, which reads a text when it is first asked
+    draft_state: Any = None
 
     def commit(self, tokens: Sequence[int], num_correct: int, logits: Logits) -> None:
         """Append accepted tokens up to the first stop; what lies behind it is dropped."""
@@ -104,6 +108,9 @@ class Request:
         """What has been put out."""
         output, stats = self.output, self.stats
         stats.completion_tokens = len(output.token_ids)
+        if self.drafter is not None:
+            stats.predicted_speedup = self.policy.predicted_speedup
+            stats.reason = stats.reason or self.policy.verdict()
         if not stats.speculative and stats.reason is None:
             stats.reason = "the drafter proposed nothing"
         reason = cast("FinishReason", output.finish_reason)

@@ -22,7 +22,7 @@ from specdec.stopping import TokenLogprobs
 from specdec.verify import masked, on_host, pick, verify_drafts
 from specdec.vocab import Vocabulary
 
-__all__ = ["Processor", "Sampler", "SamplingParams", "log_probabilities"]
+__all__ = ["Processor", "Sampler", "SamplingParams", "largest", "log_probabilities"]
 
 Processor: TypeAlias = Callable[[Sequence[int], Logits], Logits]
 
@@ -243,7 +243,7 @@ class Sampler:
         warmth = max(params.temperature, COLDEST)
         top, floors = rows, []
         if 0 < params.top_k < rows.shape[1]:
-            top = _largest(rows, params.top_k)
+            top = largest(rows, params.top_k)
             floors.append(xp.min(top, axis=-1, keepdims=True))
         if params.top_p < 1 or params.min_p > 0:
             best = xp.max(top, axis=-1, keepdims=True)
@@ -352,14 +352,14 @@ def log_probabilities(row: Logits, token: int, count: int) -> TokenLogprobs:
     row = row - (best + xp.log(xp.sum(xp.exp(row - best))))
     top: list[tuple[int, float]] = []
     if count:
-        least = xp.min(_largest(row[None], min(count, row.shape[0])))
+        least = xp.min(largest(row[None], min(count, row.shape[0])))
         (among,) = xp.nonzero(row >= least)  # ties included; the first ids win
         pairs = zip(among.tolist(), row[among].tolist(), strict=True)
         top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
     return TokenLogprobs(float(row[token]), dict(top))
 
 
-def _largest(rows: Logits, count: int) -> Logits:
+def largest(rows: Logits, count: int) -> Logits:
     """The ``count`` largest scores of every row, in any order."""
     if isinstance(rows, np.ndarray):
         return np.partition(rows, rows.shape[1] - count, axis=-1)[:, rows.shape[1] - count :]

@@ -23,7 +23,11 @@ class Stats:
         num_proposed_drafts: Draft tokens that the target checked.
         num_correct_drafts: Those that stood.
         accept_histogram: ``accept_histogram[n]`` is the number of rounds in which n drafts stood.
-        prefill_seconds: Reading the prompt, by both models.
+        propose_histogram: ``propose_histogram[n]`` is the number of rounds with n drafts.
+        strict_ct: Choices so close that a forward over one token decided them (``strict=True``).
+        predicted_speedup: What the measured costs and this text's acceptance promised over plain
+            decoding, where the number of drafts was chosen by them.
+        prefill_seconds: Reading the prompt, by both models; also what a decoder measures once.
         draft_seconds: Proposing.
         verify_seconds: Target forwards, comparison included.
         rollback_seconds: Cutting the caches back.
@@ -41,6 +45,9 @@ class Stats:
     num_proposed_drafts: int = 0
     num_correct_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
+    propose_histogram: list[int] = field(default_factory=list)
+    strict_ct: int = 0
+    predicted_speedup: float | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -88,9 +95,8 @@ class Stats:
             self.verify_ct += 1
             self.num_proposed_drafts += len(draft.token_ids)
             self.num_correct_drafts += num_correct
-            missing = num_correct + 1 - len(self.accept_histogram)
-            self.accept_histogram += [0] * missing  # none when negative
-            self.accept_histogram[num_correct] += 1
+            count(self.propose_histogram, len(draft.token_ids))
+            count(self.accept_histogram, num_correct)
 
     def count_seconds(self, *, draft: float, verify: float, rollback: float, host: float) -> None:
         """Enter this sequence's part of a round's time."""
@@ -104,3 +110,9 @@ class Stats:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         derived = ("speculative", "accept_length", "accept_rate", "tokens_per_second")
         return fields | {name: getattr(self, name) for name in derived}
+
+
+def count(histogram: list[int], value: int) -> None:
+    """Enter a value; the histogram grows with need."""
+    histogram += [0] * (value + 1 - len(histogram))  # none when negative
+    histogram[value] += 1

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace
 from specdec.backend import Logits
 from specdec.errors import LogitsError
 
-__all__ = ["masked", "on_host", "pick", "verify_drafts"]
+__all__ = ["masked", "on_host", "pick", "probability", "verify_drafts"]
 
 
 def on_host(rows: Logits) -> Logits:
@@ -55,6 +55,14 @@ def pick(rows: Logits) -> tuple[list[int], list[float]]:
         home = both.tolist()  # one transfer
         best, peaks = [int(token) for token, _ in home], [peak for _, peak in home]
     return best, peaks
+
+
+def probability(row: Logits, token: int) -> float:
+    """What a row of logits ``(vocab,)`` gives an id."""
+    row = on_host(row)
+    xp = array_namespace(row)
+    weights = xp.exp(row - xp.max(row))
+    return float(weights[token] / xp.sum(weights))
 
 
 def verify_drafts(draft_tokens: Iterable[int], target_logits: Logits) -> tuple[list[int], int]:

@@ -297,13 +297,17 @@ def test_streams_may_be_interleaved() -> None:
 def test_a_short_draft_context_stops_drafting_and_says_so() -> None:
     target = TableBackend.random(6, seed=3)
     draft = target.sibling(0.0, max_context=10)
-    result = SpeculativeDecoder(target, draft).generate([1, 2, 3], max_new_tokens=40)
+    result = SpeculativeDecoder(target, draft, num_draft_tokens=5).generate(
+        [1, 2, 3], max_new_tokens=40
+    )
     assert len(result.token_ids) == 40
     assert result.stats.speculative
     assert "draft's context of 10 tokens is full" in str(result.stats.reason)
     assert draft.fed_ct <= 10
 
-    result = SpeculativeDecoder(target, draft).generate([1] * 11, max_new_tokens=9)
+    result = SpeculativeDecoder(target, draft, num_draft_tokens=5).generate(
+        [1] * 11, max_new_tokens=9
+    )
     assert not result.stats.speculative
     assert "draft's context of 10 tokens is full" in str(result.stats.reason)
 
@@ -329,7 +333,7 @@ def test_a_draft_that_lacks_an_id_of_the_text_stands_back() -> None:
 )
 def test_results_say_why_nothing_was_drafted(options: dict[str, Any], reason: str | None) -> None:
     target = TableBackend.random(6, seed=3)
-    decoder = SpeculativeDecoder(target, **{"draft": target, **options})
+    decoder = SpeculativeDecoder(target, **{"draft": target, "num_draft_tokens": 5, **options})
     assert decoder.generate([1], max_new_tokens=5).stats.reason == reason
     assert decoder.generate([1], max_new_tokens=1).stats.reason
 
@@ -437,7 +441,7 @@ def test_a_drafter_that_proposes_too_much_is_named() -> None:
             return [Draft([0] * (request.num_tokens + 1)) for request in requests]
 
     target = TableBackend.random(6)
-    decoder = SpeculativeDecoder(target, Greedy())
+    decoder = SpeculativeDecoder(target, Greedy(), num_draft_tokens=5)
     with pytest.raises(ValueError, match="Greedy proposed 6 tokens where at most 5"):
         decoder.generate([1])
     assert target.open_caches == 0

@@ -16,6 +16,6 @@ everything that holds for any backend. ``CHECKS`` tests the clauses of ``ModelBa
 """
 
 from specdec.testing.checks import CHECKS, Check
-from specdec.testing.table import TableBackend
+from specdec.testing.table import TableBackend, VirtualClock
 
-__all__ = ["CHECKS", "Check", "TableBackend"]
+__all__ = ["CHECKS", "Check", "TableBackend", "VirtualClock"]

@@ -1,6 +1,6 @@
 """The reference backend: a language model that is a table."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -10,9 +10,24 @@ from specdec.backend import Cache, Span, check_crop, check_forward
 from specdec.errors import RuntimeFailure
 from specdec.vocab import Vocabulary
 
-__all__ = ["TableBackend"]
+__all__ = ["TableBackend", "VirtualClock"]
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+
+
+class VirtualClock:
+    """A clock that moves when it is told to.
+
+    Attributes:
+        seconds: The time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.seconds
 
 
 class TableCache:
@@ -48,6 +63,8 @@ class TableBackend:
         max_context: The most tokens of one cache.
         fail_at: Raise at this call of ``new_cache``, ``forward`` or ``crop``, counted from 0.
         fault: What to raise there; a ``RuntimeFailure`` by default.
+        clock: A clock to move on, for a decoder that is given the same.
+        cost: The seconds that a forward over so many tokens takes by that clock.
 
     Attributes:
         fed_ct: Ids fed.
@@ -67,6 +84,8 @@ class TableBackend:
         max_context: int = 4096,
         fail_at: int | None = None,
         fault: BaseException | None = None,
+        clock: "VirtualClock | None" = None,
+        cost: Callable[[int], float] = float,
     ) -> None:
         num_tokens = len(table)
         if table.ndim != 3 or table.shape[1] != num_tokens or table.shape[2] < num_tokens:
@@ -81,6 +100,8 @@ class TableBackend:
         )
         self.max_context = max_context
         self.fail_at = fail_at
+        self.clock = clock or VirtualClock()
+        self.cost = cost
         self.fault = fault or RuntimeFailure("the fault that was asked for")
         self.fed_ct = self.forward_ct = self.row_ct = self.call_ct = self.open_caches = 0
 
@@ -122,6 +143,7 @@ class TableBackend:
         check_forward(self, batch)
         self._count_call()
         self.forward_ct += 1
+        self.clock.seconds += self.cost(sum(len(span.tokens) for span in batch))
         rows = []
         for ids, (_, tokens, num_logits) in zip(texts, batch, strict=True):
             ids.extend(tokens)

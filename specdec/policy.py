@@ -1,0 +1,327 @@
+"""How many tokens to draft: as many as bring the most tokens per second, by measured times.
+
+Speeds are compared as tokens per round over seconds per round. With ``p_j`` the chance that the
+first j drafts stand, a round of k drafts brings ``1 + p_1 + ... + p_k`` tokens and takes k draft
+steps, a target forward over k + 1 tokens, and the loop's own work. k = 0 is plain decoding.
+"""
+
+import math
+import operator
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from statistics import median
+
+__all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
+
+MEMORY = 96  # tokens after which what was seen counts 1/e
+HOPE, HOPE_WEIGHT = 0.7, 1.5  # the acceptance that a text starts with, in drafts seen
+POOL_WEIGHT = 6.0  # what all positions say of each
+PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
+CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
+CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
+SURE = 3  # samples that are believed against what is hoped for
+STALE = 128  # target forwards after which a width loses a sample, if it wasn't seen
+
+
+class Costs:
+    """Seconds that the parts of a round take, as measured: medians of the latest.
+
+    All are kept relative to the speed of the machine at the moment, which every sample corrects a
+    little, so that what hasn't been measured for long still compares. What was measured in a bad
+    moment and never again is forgotten.
+
+    Attributes:
+        speed: What to multiply all of them with for seconds as they are now.
+        tokens: How many were decoded by them...
+        spent: ...and how many plain steps went into drafts that weren't expected to pay.
+    """
+
+    def __init__(self) -> None:
+        self.speed = 1.0
+        self.tokens = 0
+        self.spent = 0.0
+        self._forward_ct = 0
+        self._seen: dict[int, int] = {}  # when a width was, in forwards
+        self._verify: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
+        self._widths: list[tuple[int, float]] = []  # medians by width
+        self._draft: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
+        self._rest: deque[float] = deque(maxlen=15)
+        self._read: deque[float] = deque(maxlen=5)
+
+    def count_verify(self, width: int, seconds: float) -> None:
+        """Enter a target forward over ``width`` tokens."""
+        if known := self._verify.get(width):
+            ratio = seconds / self.speed / median(known)
+            self.speed *= min(2.0, max(0.5, ratio)) ** (1 / 16)
+        self._verify[width].append(seconds / self.speed)
+        self._seen[width] = self._forward_ct = self._forward_ct + 1
+        if self._forward_ct % STALE == 0:
+            self._forget()
+        self._widths = sorted((w, median(samples)) for w, samples in self._verify.items())
+
+    def _forget(self) -> None:
+        for width, seen in list(self._seen.items()):
+            if width > 1 and self._forward_ct - seen >= STALE:
+                self._verify[width].popleft()
+                if not self._verify[width]:
+                    del self._verify[width], self._seen[width]
+
+    def count_draft(self, seconds: float, num_tokens: int, num_sequences: int = 1) -> None:
+        """Enter drafts of up to ``num_tokens`` for several sequences in step."""
+        self._draft[num_sequences].append(seconds / self.speed / num_tokens)
+
+    def count_rest(self, seconds: float) -> None:
+        """Enter the loop's own time in a round, rollback included."""
+        self._rest.append(seconds / self.speed)
+
+    def count_read(self, seconds: float, num_tokens: int) -> None:
+        """Enter the reading of ``num_tokens`` by the drafter."""
+        self._read.append(seconds / self.speed / num_tokens)
+
+    @property
+    def known(self) -> bool:
+        """Whether a plain step was ever measured."""
+        return 1 in self._verify
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths that were measured, the smallest first."""
+        return tuple(width for width, _ in self._widths)
+
+    @property
+    def draft(self) -> float:
+        """A draft token of one sequence; a quarter of a plain step until one was measured."""
+        return self.draft_step(1)
+
+    def draft_step(self, num_sequences: int) -> float:
+        """A draft token for each of some sequences in step, or for about so many."""
+        if not self._draft:
+            return self.verify(num_sequences) / 4
+        samples = self._draft[min(self._draft, key=lambda n: abs(n - num_sequences))]
+        return median(samples) if len(samples) >= SURE else min(samples)
+
+    @property
+    def rest(self) -> float:
+        """The loop's own work in a round."""
+        return median(self._rest) if self._rest else 0.0
+
+    @property
+    def read(self) -> float:
+        """One token that the drafter has to catch up with."""
+        return median(self._read) if self._read else 0.0
+
+    def verify(self, width: int) -> float:
+        """A target forward over ``width`` tokens.
+
+        Optimistic where little is known, so that what may be good is tried: a width that was never
+        measured costs what the next smaller one does, and a width that was measured once or twice
+        no more than a line between its neighbours.
+        """
+        widths = self._widths
+        if not widths:
+            return 1.0
+        at = bisect_left(widths, (width, 0.0))
+        here = at < len(widths) and widths[at][0] == width
+        below, above = widths[:at], widths[at + here :]
+        if here and (len(self._verify[width]) >= SURE or not below or not above):
+            return widths[at][1]
+        if not below:
+            return above[0][1]
+        if not above:
+            return below[-1][1]
+        (left, low), (right, high) = below[-1], above[0]
+        line = low + (high - low) * (width - left) / (right - left)
+        return min(line, widths[at][1] if here else low)
+
+    def round(self, num_drafts: int, num_sequences: int = 1) -> float:
+        """A whole round, of sequences that draft alike."""
+        drafting = num_drafts * self.draft_step(num_sequences) if num_drafts else 0.0
+        return drafting + self.verify(num_sequences * (num_drafts + 1)) + self.rest
+
+
+class Acceptance:
+    """How often the drafts of one text stand, as seen lately, by position and by confidence."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._positions = [[0.0, 0.0] for _ in range(max_draft_tokens)]  # tried, stood
+        self._confidences = [[0.0, 0.0] for _ in range(len(CONFIDENCES) + 1)]
+
+    def by_position(self) -> list[float]:
+        """The chance at each position that a draft stands if those before it did."""
+        tried, stood = map(sum, zip(*self._positions, strict=True))
+        everywhere = (stood + HOPE * HOPE_WEIGHT) / (tried + HOPE_WEIGHT)
+        return [
+            (stood + POOL_WEIGHT * everywhere) / (tried + POOL_WEIGHT)
+            for tried, stood in self._positions
+        ]
+
+    def of(self, confidence: float) -> float:
+        """The chance of a draft to which the draft model gave this probability."""
+        tried, stood = self._confidences[bisect_left(CONFIDENCES, confidence)]
+        return (stood + CONFIDENCE_WEIGHT * math.sqrt(confidence)) / (tried + CONFIDENCE_WEIGHT)
+
+    def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
+        """Enter a round: the tokens it brought make what came before count less."""
+        keep = math.exp(-(num_correct + 1) / MEMORY)
+        for pair in (*self._positions, *self._confidences):
+            pair[:] = [count * keep for count in pair]
+        for position in range(min(num_correct + 1, num_proposed)):
+            pairs = [self._positions[position]]
+            if position < len(confidences):
+                pairs.append(self._confidences[bisect_left(CONFIDENCES, confidences[position])])
+            for pair in pairs:
+                pair[0] += 1
+                pair[1] += position < num_correct
+
+
+class FixedLength:
+    """The same number of drafts in every round."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def wanted(self, limit: int, lag: int = 0, num_sequences: int = 1) -> int:
+        """The most tokens to draft in the next round, up to ``limit``."""
+        return min(limit, self.num_draft_tokens)
+
+    def observe(self, num_proposed: int, num_correct: int) -> None:
+        """Makes no difference."""
+
+    @property
+    def go_on(self) -> Callable[[float], bool] | None:
+        """Tells a drafter, by the probability that it gives its last draft, whether to go on."""
+        return None
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """What the rounds so far were expected to gain over plain decoding, if anything was."""
+        return None
+
+    def verdict(self) -> str | None:
+        """Why nothing is drafted any more, if so."""
+        return None
+
+
+class MeasuredLength(FixedLength):
+    """The number of drafts that promises the most tokens per second, for one text.
+
+    What its drafts were worth is forgotten with the text; the costs are its pair's and stay.
+    """
+
+    def __init__(self, costs: Costs, max_draft_tokens: int) -> None:
+        super().__init__(max_draft_tokens)
+        self.costs = costs
+        self.acceptance = Acceptance(max_draft_tokens)
+        self._planned = 0
+        self._pays = True
+        self._rate = 0.0  # tokens per second to keep up with
+        self._confidences: list[float] = []
+        self._extra = 0.0  # seconds of the round before its first draft
+        self._probing = False
+        self._expected_tokens = self._expected_steps = 0.0
+        self._rates: list[float] = []  # of standing, by position
+        self._seconds: list[float] = []  # of a round, by its drafts
+
+    def wanted(self, limit: int, lag: int = 0, num_sequences: int = 1) -> int:
+        """The number of drafts for the next round; 0 is a plain step.
+
+        Where none is expected to pay, one is drafted now and then, in case the text has changed.
+
+        Args:
+            limit: The most that make sense.
+            lag: Tokens that the drafter has to catch up with first.
+            num_sequences: How many decode together.
+        """
+        horizon = min(limit + 1, MEMORY)  # tokens that catching up is good for
+        limit = min(limit, self.num_draft_tokens)
+        rates = self.acceptance.by_position()
+        self._rates = rates
+        self._seconds = [self.costs.round(count, num_sequences) for count in range(limit + 1)]
+        self._confidences, self._probing, self._extra = [], False, lag * self.costs.read
+        self._planned, self._rate = 0, 1 / self._seconds[0]
+        tokens = chance = 1.0
+        for count in range(1, limit + 1):
+            chance *= rates[count - 1]
+            tokens += chance
+            rate = 1 / (self._seconds[count] / tokens + self._extra / horizon)
+            if rate > self._rate:
+                self._planned, self._rate = count, rate
+        self._pays = self._planned > 0 or limit == 0
+        if not self._pays:
+            count = min(range(1, limit + 1), key=self._seconds.__getitem__)
+            loss = (self._seconds[count] + self._extra) / self._seconds[0] - 1
+            self._probing = self.costs.spent + loss <= PROBE_SHARE * self.costs.tokens
+            self._planned = count if self._probing else 0
+        return self._planned
+
+    @property
+    def go_on(self) -> Callable[[float], bool]:
+        """Whether another draft pays, after one to which the draft gives this probability."""
+        return self._go_on
+
+    def _go_on(self, confidence: float) -> bool:
+        self._confidences.append(confidence)
+        done = len(self._confidences)
+        chance, gain = self._chances(done)[-1], 0.0
+        for count in range(done + 1, self._planned + 1):
+            chance *= self._rates[count - 1]
+            gain += chance
+            if gain > self._rate * (self._seconds[count] - self._seconds[done]):
+                return True
+        return False
+
+    def _chances(self, num_proposed: int) -> list[float]:
+        """For each draft of this round that it stands with all before it, as expected."""
+        known = [self.acceptance.of(confidence) for confidence in self._confidences]
+        return list(accumulate((known + self._rates[len(known) :])[:num_proposed], operator.mul))
+
+    def observe(self, num_proposed: int, num_correct: int) -> None:
+        """Enter what became of the round's drafts."""
+        steps = (self._seconds[num_proposed] + self._extra * bool(num_proposed)) / self._seconds[0]
+        self._expected_tokens += 1 + sum(self._chances(num_proposed))
+        self._expected_steps += steps
+        self.acceptance.observe(self._confidences, num_proposed, num_correct)
+        self.costs.tokens += num_correct + 1
+        if self._probing:
+            self.costs.spent += max(0.0, steps - num_correct - 1)
+
+    @property
+    def predicted_speedup(self) -> float | None:
+        """What the rounds so far were expected to gain over plain decoding."""
+        return self._expected_tokens / self._expected_steps if self._expected_steps else None
+
+    def verdict(self) -> str | None:
+        """Why nothing is drafted any more, by the largest cost."""
+        if self._pays:
+            return None
+        costs, plain = self.costs, self.costs.round(0)
+        shares = {
+            "a draft token takes": costs.draft / plain,
+            "checking one draft takes": costs.verify(2) / plain - 1,
+        }
+        cost = max(shares, key=shares.__getitem__)
+        least = break_even(costs, self.num_draft_tokens)
+        needed = "no acceptance is enough" if least is None else f"it takes {least:.0%}"
+        return (
+            f"drafting doesn't pay: {cost} {shares[cost]:.2f} of a plain step, and about "
+            f"{self.acceptance.by_position()[0]:.0%} of the drafts stand where {needed}"
+        )
+
+
+def best_length(costs: Costs, acceptance: float, max_draft_tokens: int) -> tuple[int, float]:
+    """The best fixed number of drafts where each stands with one chance, and its speed-up."""
+    best, best_speed, tokens = 0, 1.0, 1.0
+    for count in range(1, max_draft_tokens + 1):
+        tokens += acceptance**count
+        speed = tokens * costs.round(0) / costs.round(count)
+        if speed > best_speed:
+            best, best_speed = count, speed
+    return best, best_speed
+
+
+def break_even(costs: Costs, max_draft_tokens: int) -> float | None:
+    """The acceptance from which drafting pays; None if it never does."""
+    percents = (percent / 100 for percent in range(1, 101))
+    return next((a for a in percents if best_length(costs, a, max_draft_tokens)[0]), None)
