@@ -26,12 +26,8 @@ VERIFY: dict[str, Callable[[int], float]] = {
     "step": lambda width: 1.0 if width <= 4 else 1.6,
 }
 BLOCK = 128  # tokens
-ACCEPTANCE: dict[str, Callable[[float], float]] = {  # by the part of the text that is done
-    **{str(rate): lambda _, rate=rate: rate for rate in (0.1, 0.3, 0.5, 0.7, 0.95)},
-    "0.1, then 0.95": lambda done: 0.1 if done < 0.5 else 0.95,
-    "0.95, then 0.1": lambda done: 0.95 if done < 0.5 else 0.1,
-}
-BY_TURNS = "0.1 and 0.95 by turns"
+CONSTANT = ("0.1", "0.3", "0.5", "0.7", "0.95")
+RISING, FALLING, BY_TURNS = "0.1, then 0.95", "0.95, then 0.1", "0.1 and 0.95 by turns"
 
 
 class Cell(NamedTuple):
@@ -42,7 +38,9 @@ class Cell(NamedTuple):
     acceptance: str
 
 
-CELLS = [Cell(*cell) for cell in product(DRAFT_STEPS, VERIFY, (*ACCEPTANCE, BY_TURNS))]
+CELLS = [
+    Cell(*cell) for cell in product(DRAFT_STEPS, VERIFY, (*CONSTANT, RISING, FALLING, BY_TURNS))
+]
 
 
 class Outcome(NamedTuple):
@@ -80,18 +78,19 @@ class Coin(Drafter):
 
 def chance(cell: Cell, position: int, num_tokens: int) -> float:
     """Of a draft to stand."""
+    if cell.acceptance in CONSTANT:
+        return float(cell.acceptance)
     if cell.acceptance == BY_TURNS:
         return 0.1 if position // BLOCK % 2 else 0.95
-    return ACCEPTANCE[cell.acceptance](position / num_tokens)
+    return 0.95 if (position < num_tokens / 2) == (cell.acceptance == FALLING) else 0.1
 
 
 def fixed_speed(cell: Cell, length: int) -> float:
-    """What a fixed number of drafts comes to: half the tokens by each of two rates, at most."""
+    """What a fixed number of drafts comes to; of two rates each has half of the tokens."""
     seconds = length * cell.draft_step + VERIFY[cell.verify](length + 1)
-    done = (0.0, 0.99) if cell.acceptance in ACCEPTANCE else None
-    rates = [ACCEPTANCE[cell.acceptance](d) for d in done] if done else [0.1, 0.95]
+    rates = [float(cell.acceptance)] if cell.acceptance in CONSTANT else [0.1, 0.95]
     tokens = [sum(rate**n for n in range(length + 1)) for rate in rates]
-    return 2 / sum(seconds / brought for brought in tokens)
+    return len(rates) / sum(seconds / brought for brought in tokens)
 
 
 def run(cell: Cell, num_tokens: int = 2048, seeds: Sequence[int] = (0, 1)) -> Outcome:

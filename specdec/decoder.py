@@ -22,7 +22,7 @@ from specdec.request import (
 )
 from specdec.sampling import SamplingParams
 from specdec.stopping import TokenEvent
-from specdec.strict import NarrowForwards
+from specdec.strict import StrictChoices
 from specdec.vocab import Prompt
 
 __all__ = ["SpeculativeDecoder", "TokenStream"]
@@ -129,7 +129,7 @@ class SpeculativeDecoder:
             known = ", ".join(get_args(Verification))
             raise ValueError(f"verification must be one of {known}, not {verification!r}")
         self.verification = verification
-        self._narrow = NarrowForwards(target) if strict else None
+        self._strict = StrictChoices(target) if strict else None
         self._progress = progress
         self._clock = clock
         self._num_tokens = target.vocab.num_tokens
@@ -300,14 +300,14 @@ class SpeculativeDecoder:
     def _open(self, sequence: Request) -> None:
         """Read the prompt, all but its last id, so that the first round is like every other."""
         started = self._clock()
+        if sequence.drafter is not None and self._strict is not None:
+            self._strict.learn(sequence.ids)
         with ExitStack() as undo:
             sequence.cache = self.target.new_cache()
             undo.callback(sequence.cache.close)
             prefill(self.target, sequence.cache, sequence.ids[:-1], self._progress)
-            if sequence.drafter is not None and self._narrow is not None:
-                self._narrow.learn(sequence.ids)
             undo.pop_all()
-        sequence.lag = len(sequence.ids)
+        sequence.lag, sequence.exact = len(sequence.ids), len(sequence.cache)
         sequence.stats.prefill_seconds = self._clock() - started
 
     def _open_draft(self, sequence: Request, drafter: Drafter) -> None:
@@ -337,8 +337,8 @@ class SpeculativeDecoder:
             for sequence, draft in zip(active, drafts, strict=True)
         ]
         rows = self.target.forward(batch)
-        if self._narrow is not None:
-            drafts, rows = self._narrow.decide(active, drafts, rows)
+        if self._strict is not None:
+            drafts, rows = self._strict.decide(active, drafts, rows)
         verdicts = [
             sequence.sampler.verify(draft.token_ids, logits, sequence.ids)
             for sequence, draft, logits in zip(active, drafts, rows, strict=True)

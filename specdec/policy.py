@@ -16,10 +16,11 @@ from statistics import median
 __all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
 
 MEMORY = 96  # tokens after which what was seen counts 1/e
-HOPE, HOPE_WEIGHT = 0.7, 1.5  # the acceptance that a text starts with, in drafts seen
+HOPE, HOPE_WEIGHT = 0.8, 1.5  # the acceptance that a text starts with, in drafts seen
 POOL_WEIGHT = 6.0  # what all positions say of each
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
+DOUBT_WEIGHT = 0.5  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
 SURE = 3  # samples that are believed against what is hoped for
 STALE = 128  # target forwards after which a width loses a sample, if it wasn't seen
@@ -28,34 +29,27 @@ STALE = 128  # target forwards after which a width loses a sample, if it wasn't 
 class Costs:
     """Seconds that the parts of a round take, as measured: medians of the latest.
 
-    All are kept relative to the speed of the machine at the moment, which every sample corrects a
-    little, so that what hasn't been measured for long still compares. What was measured in a bad
-    moment and never again is forgotten.
+    What was measured in a bad moment and never again is forgotten.
 
     Attributes:
-        speed: What to multiply all of them with for seconds as they are now.
         tokens: How many were decoded by them...
         spent: ...and how many plain steps went into drafts that weren't expected to pay.
     """
 
     def __init__(self) -> None:
-        self.speed = 1.0
         self.tokens = 0
         self.spent = 0.0
         self._forward_ct = 0
         self._seen: dict[int, int] = {}  # when a width was, in forwards
         self._verify: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
         self._widths: list[tuple[int, float]] = []  # medians by width
-        self._draft: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
+        self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._rest: deque[float] = deque(maxlen=15)
         self._read: deque[float] = deque(maxlen=5)
 
     def count_verify(self, width: int, seconds: float) -> None:
         """Enter a target forward over ``width`` tokens."""
-        if known := self._verify.get(width):
-            ratio = seconds / self.speed / median(known)
-            self.speed *= min(2.0, max(0.5, ratio)) ** (1 / 16)
-        self._verify[width].append(seconds / self.speed)
+        self._verify[width].append(seconds)
         self._seen[width] = self._forward_ct = self._forward_ct + 1
         if self._forward_ct % STALE == 0:
             self._forget()
@@ -70,15 +64,15 @@ class Costs:
 
     def count_draft(self, seconds: float, num_tokens: int, num_sequences: int = 1) -> None:
         """Enter drafts of up to ``num_tokens`` for several sequences in step."""
-        self._draft[num_sequences].append(seconds / self.speed / num_tokens)
+        self._draft[num_sequences].append((num_tokens, seconds))
 
     def count_rest(self, seconds: float) -> None:
         """Enter the loop's own time in a round, rollback included."""
-        self._rest.append(seconds / self.speed)
+        self._rest.append(seconds)
 
     def count_read(self, seconds: float, num_tokens: int) -> None:
         """Enter the reading of ``num_tokens`` by the drafter."""
-        self._read.append(seconds / self.speed / num_tokens)
+        self._read.append(seconds / num_tokens)
 
     @property
     def known(self) -> bool:
@@ -92,15 +86,29 @@ class Costs:
 
     @property
     def draft(self) -> float:
-        """A draft token of one sequence; a quarter of a plain step until one was measured."""
-        return self.draft_step(1)
+        """One more draft token; a quarter of a plain step until one was measured."""
+        return self.drafts(2) - self.drafts(1)
 
-    def draft_step(self, num_sequences: int) -> float:
-        """A draft token for each of some sequences in step, or for about so many."""
-        if not self._draft:
-            return self.verify(num_sequences) / 4
+    def drafts(self, num_tokens: int, num_sequences: int = 1) -> float:
+        """Drafts of so many tokens for each of some sequences in step, or for about so many.
+
+        A line through what was measured: a round's first draft takes longer, since it feeds what
+        the target has put out. That nothing takes no time counts as two more samples.
+        """
+        if not self._draft or num_tokens == 0:
+            return num_tokens * self.verify(num_sequences) / 4
         samples = self._draft[min(self._draft, key=lambda n: abs(n - num_sequences))]
-        return median(samples) if len(samples) >= SURE else min(samples)
+        each = [seconds / count for count, seconds in samples]
+        if len(samples) < SURE:
+            return num_tokens * min(each)
+        most, weight = 2 * median(each), len(samples) + 2  # what is slower is an outlier
+        clipped = [(count, min(seconds, most * count)) for count, seconds in samples]
+        count = sum(n for n, _ in clipped) / weight
+        seconds = sum(s for _, s in clipped) / weight
+        spread = sum((n - count) ** 2 for n, _ in clipped) + 2 * count**2
+        joint = sum((n - count) * (s - seconds) for n, s in clipped) + 2 * count * seconds
+        step = min(max(0.0, joint / spread), seconds / count)
+        return seconds + step * (num_tokens - count)
 
     @property
     def rest(self) -> float:
@@ -137,8 +145,8 @@ class Costs:
 
     def round(self, num_drafts: int, num_sequences: int = 1) -> float:
         """A whole round, of sequences that draft alike."""
-        drafting = num_drafts * self.draft_step(num_sequences) if num_drafts else 0.0
-        return drafting + self.verify(num_sequences * (num_drafts + 1)) + self.rest
+        checking = self.verify(num_sequences * (num_drafts + 1))
+        return self.drafts(num_drafts, num_sequences) + checking + self.rest
 
 
 class Acceptance:
@@ -147,6 +155,7 @@ class Acceptance:
     def __init__(self, max_draft_tokens: int) -> None:
         self._positions = [[0.0, 0.0] for _ in range(max_draft_tokens)]  # tried, stood
         self._confidences = [[0.0, 0.0] for _ in range(len(CONFIDENCES) + 1)]
+        self._failures = [0.0, 0.0]  # expected by confidence, and seen
 
     def by_position(self) -> list[float]:
         """The chance at each position that a draft stands if those before it did."""
@@ -160,20 +169,30 @@ class Acceptance:
     def of(self, confidence: float) -> float:
         """The chance of a draft to which the draft model gave this probability."""
         tried, stood = self._confidences[bisect_left(CONFIDENCES, confidence)]
-        return (stood + CONFIDENCE_WEIGHT * math.sqrt(confidence)) / (tried + CONFIDENCE_WEIGHT)
+        expected, seen = self._failures
+        fails = (seen + DOUBT_WEIGHT) / (expected + DOUBT_WEIGHT) * doubt(confidence)
+        stands = max(0.0, 1.0 - fails)
+        return (stood + CONFIDENCE_WEIGHT * stands) / (tried + CONFIDENCE_WEIGHT)
 
     def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
         """Enter a round: the tokens it brought make what came before count less."""
         keep = math.exp(-(num_correct + 1) / MEMORY)
-        for pair in (*self._positions, *self._confidences):
+        for pair in (*self._positions, *self._confidences, self._failures):
             pair[:] = [count * keep for count in pair]
         for position in range(min(num_correct + 1, num_proposed)):
             pairs = [self._positions[position]]
             if position < len(confidences):
                 pairs.append(self._confidences[bisect_left(CONFIDENCES, confidences[position])])
+                self._failures[0] += doubt(confidences[position])
+                self._failures[1] += position == num_correct
             for pair in pairs:
                 pair[0] += 1
                 pair[1] += position < num_correct
+
+
+def doubt(confidence: float) -> float:
+    """How often a draft fails to which the draft model gave this probability, to begin with."""
+    return 1.0 - math.sqrt(confidence)
 
 
 class FixedLength:
@@ -248,8 +267,9 @@ class MeasuredLength(FixedLength):
             rate = 1 / (self._seconds[count] / tokens + self._extra / horizon)
             if rate > self._rate:
                 self._planned, self._rate = count, rate
-        self._pays = self._planned > 0 or limit == 0
-        if not self._pays:
+        if limit > 0:
+            self._pays = self._planned > 0
+        if self._planned == 0 and limit > 0:
             count = min(range(1, limit + 1), key=self._seconds.__getitem__)
             loss = (self._seconds[count] + self._extra) / self._seconds[0] - 1
             self._probing = self.costs.spent + loss <= PROBE_SHARE * self.costs.tokens

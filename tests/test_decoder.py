@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
@@ -79,12 +79,16 @@ def plainly(case: Case) -> tuple[list[int], str, str]:
             return new, text, "context"
 
 
+Length: TypeAlias = int | Literal["auto"]
+LENGTHS: st.SearchStrategy[Length] = st.integers(0, 16) | st.just("auto")
+
+
 def outcome(result: GenerationResult) -> tuple[list[int], str, str]:
     return result.token_ids, result.text, result.finish_reason
 
 
-@given(case=cases(), num_draft_tokens=st.integers(0, 16))
-def test_output_is_plain_decodings(case: Case, num_draft_tokens: int) -> None:
+@given(case=cases(), num_draft_tokens=LENGTHS)
+def test_output_is_plain_decodings(case: Case, num_draft_tokens: Length) -> None:
     expected = plainly(case)
     for draft in (case.draft, case.target, None):
         decoder = SpeculativeDecoder(case.target, draft, num_draft_tokens=num_draft_tokens)
@@ -92,8 +96,21 @@ def test_output_is_plain_decodings(case: Case, num_draft_tokens: int) -> None:
         assert case.target.open_caches == case.draft.open_caches == 0
 
 
-@given(case=cases(), num_draft_tokens=st.integers(0, 16))
-def test_a_stream_is_the_same_in_pieces(case: Case, num_draft_tokens: int) -> None:
+@given(case=cases(), seed=st.integers(0, 999), strict=st.booleans())
+def test_no_clock_changes_the_output(case: Case, seed: int, strict: bool) -> None:
+    """Whatever the times say, and whatever lengths are chosen by them."""
+    ticks = np.random.default_rng(seed).lognormal(0.0, 2.0, 100_000).cumsum()
+    decoder = SpeculativeDecoder(
+        case.target, case.draft, strict=strict, clock=iter(ticks.tolist()).__next__
+    )
+    expected = plainly(case)
+    for _ in range(3):
+        assert outcome(decoder.generate(case.prompt, **case.options)) == expected
+    assert case.target.open_caches == case.draft.open_caches == 0
+
+
+@given(case=cases(), num_draft_tokens=LENGTHS)
+def test_a_stream_is_the_same_in_pieces(case: Case, num_draft_tokens: Length) -> None:
     decoder = SpeculativeDecoder(case.target, case.draft, num_draft_tokens=num_draft_tokens)
     stream = decoder.stream(case.prompt, **case.options)
     events = list(stream)
@@ -132,10 +149,10 @@ def test_no_draft_at_all_can_change_the_output(case: Case, data: st.DataObject) 
     case=cases(),
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     max_batch=st.integers(1, 6),
-    num_draft_tokens=st.integers(0, 6),
+    num_draft_tokens=LENGTHS,
 )
 def test_a_batch_is_its_single_runs(
-    case: Case, lengths: list[int], max_batch: int, num_draft_tokens: int
+    case: Case, lengths: list[int], max_batch: int, num_draft_tokens: Length
 ) -> None:
     size, limit = len(case.target.vocab.tokens), case.target.max_context
     prompts = [[(3 * n + i) % size for i in range(min(n, limit))] for n in lengths]
@@ -143,7 +160,8 @@ def test_a_batch_is_its_single_runs(
     alone = [decoder.generate(prompt, **case.options) for prompt in prompts]
     together = decoder.generate_batch(prompts, max_batch=max_batch, **case.options)
     assert [outcome(r) for r in together] == [outcome(r) for r in alone]
-    assert [counters(r) for r in together] == [counters(r) for r in alone]
+    if num_draft_tokens != "auto":
+        assert [counters(r) for r in together] == [counters(r) for r in alone]
     assert case.target.open_caches == case.draft.open_caches == 0
 
 

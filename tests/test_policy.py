@@ -1,0 +1,155 @@
+"""How many tokens are drafted: near the best number, whatever drafts cost."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import SpeculativeDecoder
+from specdec.policy import Acceptance, Costs, MeasuredLength, best_length, break_even
+from specdec.testing import TableBackend, VirtualClock
+
+
+def load_bench() -> ModuleType:
+    path = Path(__file__).parents[1] / "bench" / "policy.py"
+    spec = importlib.util.spec_from_file_location("bench_policy", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_bench()
+
+
+def costs(draft: float, *verify: float) -> Costs:
+    """Known for certain: ``verify[w]`` for a forward over w + 1 tokens."""
+    found = Costs()
+    for _ in range(3):
+        for width, seconds in enumerate(verify, 1):
+            found.count_verify(width, seconds)
+        found.count_draft(4 * draft, 4)
+    return found
+
+
+@pytest.mark.parametrize("cell", bench.CELLS, ids=str)
+def test_auto_is_near_the_best_fixed_length(cell: tuple[float, str, str]) -> None:
+    """In hindsight; not slower than plain by more than 3 %; and as good as it says."""
+    found = bench.run(cell, num_tokens=1536, seeds=[0])
+    assert found.auto >= 0.95 * found.best
+    assert found.auto >= 0.97
+    assert found.predicted == pytest.approx(found.auto, rel=0.1)
+
+
+def test_a_formula_of_the_field() -> None:
+    """FIELD: at v = 1 and c = .05 an acceptance of .8 is best used by 8 drafts, for 3.09x."""
+    cheap = costs(0.05, *[1.0] * 17)
+    for acceptance, best, speedup in ((0.8, 8, 3.09), (0.6, 4, 1.92)):
+        length, found = best_length(cheap, acceptance, 16)
+        assert length == best
+        assert found == pytest.approx(speedup, abs=0.01)
+    dear = costs(0.75, *[1.0] * 17)
+    assert best_length(dear, 0.7, 16)[0] == 0
+    assert break_even(dear, 16) == pytest.approx(0.76, abs=0.011)
+    assert break_even(costs(1.2, *[1.0] * 17), 16) is None
+
+
+def test_an_unknown_width_is_tried_and_an_outlier_tried_again() -> None:
+    few = Costs()
+    few.count_verify(1, 1.0)
+    few.count_verify(9, 2.0)
+    assert few.verify(5) == 1.0  # what the next smaller one takes
+    few.count_verify(5, 9.0)
+    assert few.verify(5) == pytest.approx(1.5)  # no more than between its neighbours
+    for _ in range(2):
+        few.count_verify(5, 9.0)
+    assert few.verify(5) == 9.0
+
+
+def test_what_was_measured_once_in_a_bad_moment_is_forgotten() -> None:
+    found = costs(0.1, 1.0, 50.0, 50.0)
+    for _ in range(600):
+        found.count_verify(1, 1.0)
+    assert found.verify(3) == 1.0
+
+
+def test_a_bad_first_measurement_does_not_switch_drafts_off_for_good() -> None:
+    target = TableBackend.random(16, seed=1)
+    target.clock = VirtualClock()
+    target.cost = lambda tokens: 100.0 if target.forward_ct in range(2, 8) else 1.0
+    draft = target.sibling(0.0)
+    draft.clock, draft.cost = target.clock, lambda tokens: 8.0 if draft.forward_ct < 8 else 0.05
+    decoder = SpeculativeDecoder(target, draft, clock=target.clock)
+    for _ in range(8):
+        result = decoder.generate([1, 2], max_new_tokens=200)
+    assert result.stats.accept_length is not None
+    assert result.stats.accept_length > 4
+
+
+def test_a_hopeless_draft_does_not_even_read_the_prompt() -> None:
+    target = TableBackend.random(16, seed=1)
+    draft = target.sibling(9.0)
+    target.clock = draft.clock = VirtualClock()
+    draft.cost = lambda tokens: 3.0 * tokens
+    decoder = SpeculativeDecoder(target, draft, clock=target.clock)
+    decoder.generate([1, 2], max_new_tokens=64)
+    before, started = draft.fed_ct, target.clock.seconds
+    result = decoder.generate([1] * 50, max_new_tokens=64)
+    assert draft.fed_ct == before
+    assert target.clock.seconds - started == 49 + 64
+    assert "drafting doesn't pay: a draft token takes 3.00 of a plain step" in str(
+        result.stats.reason
+    )
+
+
+def test_nothing_of_a_text_is_remembered_but_costs() -> None:
+    """After a text that was always right, one that is always wrong starts as any other."""
+    known = costs(0.1, *[1.0] * 17)
+    fresh, used = MeasuredLength(known, 16), MeasuredLength(known, 16)
+    for _ in range(50):
+        used.observe(used.wanted(16), 16)
+    assert MeasuredLength(known, 16).wanted(16) == fresh.wanted(16) < used.wanted(16)
+
+
+def test_drafting_stops_where_the_draft_is_unsure() -> None:
+    policy = MeasuredLength(costs(0.3, *[1.0] * 17), 16)
+    for _ in range(40):  # what is sure stands, what isn't falls
+        planned = policy.wanted(16)
+        asked = [policy.go_on(0.99) for _ in range(planned - 1)]
+        policy.observe(len(asked) + 1, planned)
+    assert policy.wanted(16) > 3
+    assert policy.go_on(0.99)
+    assert not policy.go_on(0.05)
+
+
+@given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16)), max_size=60))
+def test_acceptance_is_a_probability(rounds: list[tuple[int, int]]) -> None:
+    found = Acceptance(16)
+    for num_proposed, num_correct in rounds:
+        correct = min(num_proposed, num_correct)
+        found.observe([0.3] * num_proposed, num_proposed, correct)
+    assert all(0.0 <= rate <= 1.0 for rate in found.by_position())
+    assert all(0.0 <= found.of(confidence) <= 1.0 for confidence in (0.0, 0.3, 0.9, 1.0))
+
+
+@given(
+    draft=st.floats(1e-4, 10.0),
+    verify=st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=17),
+    limit=st.integers(0, 20),
+    lag=st.integers(0, 100),
+    num_sequences=st.integers(1, 8),
+)
+def test_a_length_is_within_its_limits(
+    draft: float, verify: list[float], limit: int, lag: int, num_sequences: int
+) -> None:
+    known = costs(draft, *verify)
+    known.count_read(draft, 3)
+    policy = MeasuredLength(known, 16)
+    for _ in range(5):
+        wanted = policy.wanted(limit, lag, num_sequences)
+        assert 0 <= wanted <= min(limit, 16)
+        policy.observe(wanted, wanted // 2)

@@ -1,0 +1,139 @@
+"""With ``strict=True`` speculative decoding equals plain decoding where wide forwards round."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from specdec import SamplingParams, SpeculativeDecoder
+from specdec.backend import ModelBackend, Span
+from specdec.testing import TableBackend
+from specdec.vocab import Vocabulary
+
+
+class RoundingTable(TableBackend):
+    """Wide forwards are off, and so is what comes behind what they wrote."""
+
+    noise = 0.3
+
+    @override
+    def forward(self, batch: Sequence[Span]) -> list[NDArray[np.float32]]:
+        rows = super().forward(batch)
+        for number, (span, mine) in enumerate(zip(batch, rows, strict=True)):
+            cache: Any = span.cache
+            inexact = getattr(cache, "inexact_from", len(cache))
+            inexact = min(inexact, len(cache))
+            if len(span.tokens) > 1 and span.num_logits:
+                inexact = min(inexact, len(cache) - len(span.tokens))
+            cache.inexact_from = inexact
+            if inexact < len(cache):
+                rng = np.random.default_rng(sum(cache.ids) + len(cache))
+                off = rng.uniform(-self.noise, self.noise, mine.shape)
+                rows[number] = mine + off.astype(np.float32)
+        return rows
+
+    @override
+    def crop(self, cache: Any, length: int) -> None:
+        super().crop(cache, length)
+        if getattr(cache, "inexact_from", length) >= length:
+            cache.inexact_from = length
+
+
+def texts(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], **options: Any
+) -> list[list[int]]:
+    return [decoder.generate(prompt, **options).token_ids for prompt in prompts]
+
+
+@given(seed=st.integers(0, 10_000), length=st.integers(1, 6), temperature=st.sampled_from([0, 0.8]))
+def test_the_text_is_plain_decodings(seed: int, length: int, temperature: float) -> None:
+    target = RoundingTable.random(12, seed=seed)
+    options: dict[str, Any] = {
+        "max_new_tokens": 24,
+        "sampling": SamplingParams(temperature=temperature, seed=seed),
+    }
+    expected = texts(SpeculativeDecoder(target), [[1, 2]], **options)
+    for num_draft_tokens in (length, "auto"):
+        decoder = SpeculativeDecoder(
+            target, target.sibling(0.2), num_draft_tokens=num_draft_tokens, strict=True
+        )
+        assert texts(decoder, [[1, 2]], **options) == expected
+    assert target.open_caches == 0
+
+
+def test_without_it_texts_part() -> None:
+    parted = 0
+    for seed in range(40):
+        target = RoundingTable.random(12, seed=seed)
+        plain = SpeculativeDecoder(target).generate([1, 2], max_new_tokens=24)
+        wide = SpeculativeDecoder(target, target, num_draft_tokens=4)
+        parted += wide.generate([1, 2], max_new_tokens=24).token_ids != plain.token_ids
+    assert parted > 4
+
+
+def test_it_costs_nothing_where_nothing_rounds() -> None:
+    target = TableBackend.random(12, seed=1)
+    decoder = SpeculativeDecoder(target, target.sibling(0.1), num_draft_tokens=3, strict=True)
+    decoder.generate([1, 2], max_new_tokens=4)  # measures
+    before = target.forward_ct
+    stats = decoder.generate([1, 2], max_new_tokens=24).stats
+    assert stats.strict_ct == 0
+    assert target.forward_ct - before == 1 + stats.target_forward_ct
+
+
+def compare(target: ModelBackend, draft: ModelBackend, prompts: list[list[int]]) -> None:
+    """Equal with it, not without."""
+    expected = texts(SpeculativeDecoder(target), prompts, max_new_tokens=64)
+    found = {
+        strict: texts(
+            SpeculativeDecoder(target, draft, num_draft_tokens=4, strict=strict),
+            prompts,
+            max_new_tokens=64,
+        )
+        for strict in (True, False)
+    }
+    assert found[True] == expected
+    assert found[False] != expected
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from specdec_hf import HFBackend
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    vocab = Vocabulary(size=300, tokens=[b"%d " % i for i in range(300)], eos_ids=frozenset())
+    model = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    target = HFBackend(model=model, vocab=vocab)
+    rng = np.random.default_rng(1)
+    compare(target, target, rng.integers(3, 300, (50, 12)).tolist())
+
+
+def test_a_quantised_model_with_default_attention(smollm2_gguf: Path) -> None:
+    """Some of the 50 prompts with which ``bench/strict.py`` takes minutes."""
+    pytest.importorskip("llama_cpp")
+    from specdec_llama_cpp import LlamaCppBackend
+
+    target = LlamaCppBackend(smollm2_gguf, flash_attention=False, n_threads=2)
+    draft = LlamaCppBackend(smollm2_gguf)
+    rng = np.random.default_rng(1)
+    compare(target, draft, rng.integers(3, 40_000, (4, 12)).tolist())
