@@ -11,8 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec.cli import app
+from specdec.cli.generate import summary
+from specdec.request import GenerationResult
+from specdec.stats import Stats
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = ("generate", "check", "verify", "bench", "quantize")
+FOUR = ["--num-draft-tokens", "4"]  # whether auto drafts at all depends on the machine
 
 
 def environment() -> dict[str, str]:
@@ -40,19 +45,21 @@ def pair(tiny_llama: Any, tiny_draft: Any) -> list[str]:
 
 
 def test_prints_the_text_and_what_speculation_brought(pair: list[str]) -> None:
-    done = run("generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20")
+    command = ["generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20", *FOUR]
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     *_, last = done.stderr.splitlines()
-    for word in ("accept_length", "accept_rate", "target forwards", "tokens/s"):
+    for word in ("accept_length", "accept_rate", "target forwards", "tokens/s", "ms/token"):
         assert word in last
         assert word not in done.stdout
-    again = run("generate", *pair, "--prompt", "the sea", "--max-new-tokens", "20", "--json")
+    assert "expected" not in last
+    again = run(*command, "--json")
     assert done.stdout == json.loads(again.stdout)["text"] + "\n"
 
 
 def test_json_is_one_object_with_the_results_own_words(pair: list[str]) -> None:
-    options = ["generate", *pair, "--max-new-tokens", "20", "--json", "--prompt"]
+    options = ["generate", *pair, "--max-new-tokens", "20", *FOUR, "--json", "--prompt"]
     done, piped = run(*options, "the sea"), run(*options, "-", text="the sea")
     printed = json.loads(done.stdout)
     assert {"text", "token_ids", "finish_reason", "stats", "target", "draft"} <= set(printed)
@@ -109,6 +116,47 @@ def test_an_unasked_draft_that_cannot_be_had_is_no_error(
     assert asked.exit_code == 2
 
 
+def test_the_number_of_drafts_is_fixed_or_chosen(pair: list[str]) -> None:
+    common = ["generate", *pair, "--prompt", "the sea", "--max-new-tokens", "40", "--json"]
+    found = {}
+    for flags in ("--num-draft-tokens 3", "--num-draft-tokens 0", "--max-draft-tokens 2"):
+        result = CliRunner().invoke(app, [*common, *flags.split()])
+        assert result.exit_code == 0, result.output
+        found[flags] = json.loads(result.stdout)
+    fixed, none, chosen = (one["stats"] for one in found.values())
+    assert len({one["text"] for one in found.values()}) == 1
+    assert len(fixed["propose_histogram"]) == 1 + 3
+    assert fixed["predicted_speedup"] is None
+    assert none["propose_histogram"] == []
+    assert len(chosen["propose_histogram"]) <= 1 + 2
+    assert chosen["predicted_speedup"] >= 1
+
+
+def test_strict_gives_the_plain_text_at_low_precision(pair: list[str]) -> None:
+    common = ["generate", *pair, "--prompt", "the sea", "--max-new-tokens", "40", "--json"]
+    common += ["--dtype", "bfloat16"]
+    found = []
+    for flags in ([*FOUR, "--strict"], ["--num-draft-tokens", "0"]):
+        result = CliRunner().invoke(app, [*common, *flags])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout))
+    strict, plain = found
+    assert strict["text"] == plain["text"]
+    assert strict["stats"]["num_correct_drafts"] > 0
+    assert strict["stats"]["strict_ct"] > 0
+
+
+def test_the_summary_shows_what_is_known() -> None:
+    stats = Stats(completion_tokens=8, target_forward_ct=4, verify_seconds=0.2)
+    result = GenerationResult("", [], "length", stats)
+    plain = summary(result)
+    assert "expected" not in plain
+    assert "draft" not in plain
+    stats.predicted_speedup = 1.62
+    stats.verify_ct, stats.num_proposed_drafts, stats.draft_seconds = 4, 10, 0.15
+    assert {"expected speed-up 1.6x", "draft 15.0 ms/token"} <= set(summary(result).split(" | "))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,6 +170,9 @@ def test_an_unasked_draft_that_cannot_be_had_is_no_error(
         (["--stop", ""], "at least one character"),
         (["--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),
         (["--logit-bias", "a=b"], "--logit-bias is ID=BIAS"),
+        (["--num-draft-tokens", "many"], "is auto or a whole number from 0 on, not 'many'"),
+        (["--num-draft-tokens", "-1"], "is auto or a whole number from 0 on, not '-1'"),
+        (["--max-draft-tokens", "0"], "max_draft_tokens must be at least 1, not 0"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(
@@ -149,7 +200,7 @@ def test_in_a_terminal_the_text_stays_and_the_drafts_are_green(make_tiny_llama: 
     pty = pytest.importorskip("pty")
     pytest.importorskip("llama_cpp")
     model = str(make_tiny_llama(max_context=4096).gguf)
-    pair = ["--target-model", model, "--draft-model", model]
+    pair = ["--target-model", model, "--draft-model", model, *FOUR]
     prompt = "the sea and " * 300  # long enough for a bar
     command = [
         sys.executable,
@@ -187,14 +238,24 @@ def test_the_version() -> None:
 
 
 def test_help_names_the_commands_and_the_options() -> None:
-    assert "generate" in run("--help").stdout
-    assert "--target-model" in run("generate", "--help").stdout
+    done = run("--help")
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "--debug" in result.stdout
+    assert ("--num-draft-tokens" in result.stdout) == (name in ("generate", "bench", "verify"))
 
 
 def test_the_embedded_default(smollm2_gguf: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("llama_cpp")
-    done = run("generate", "--prompt", "The capital of France is", "--max-new-tokens", "12")
+    prompt = "The capital of France is"
+    done = run("generate", "--prompt", prompt, "--max-new-tokens", "12", *FOUR)
     assert done.returncode == 0, done.stderr
     first, *_, last = done.stderr.splitlines()
     assert "SmolLM2-135M" in first

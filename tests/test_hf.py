@@ -436,7 +436,15 @@ class TestLoading:
         assert info["device"] == "cpu"
         assert info["architecture"] == "LlamaForCausalLM"
         assert info["context"] == backend.max_context == 512
-        assert HFBackend(str(tiny_llama.folder), device="cpu").info()["dtype"] == "float32"
+        whole = HFBackend(str(tiny_llama.folder), device="cpu")
+        assert whole.info()["dtype"] == "float32"
+        count = whole.model.num_parameters()
+        assert (whole.info()["weight_bytes"], info["weight_bytes"]) == (4 * count, 2 * count)
+
+    def test_tied_weights_count_once(self) -> None:
+        models = [build("llama", tie_word_embeddings=tie) for tie in (True, False)]
+        sizes: list[Any] = [wrap(model).info()["weight_bytes"] for model in models]
+        assert sizes[1] - sizes[0] == 4 * VOCAB * 32
 
     def test_pickled_weights_only_where_there_is_nothing_else(
         self, tiny_llama: Any, tmp_path: Path

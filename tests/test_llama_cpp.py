@@ -693,6 +693,13 @@ def test_info_says_what_it_runs_on(backend: LlamaCppBackend) -> None:
     assert info["gpu_offload_available"] == lib.llama_supports_gpu_offload()
 
 
+def test_info_counts_the_weights_without_the_header(
+    tiny_llama: Any, backend: LlamaCppBackend
+) -> None:
+    file_bytes = tiny_llama.gguf.stat().st_size
+    assert 0.5 * file_bytes < backend.info()["weight_bytes"] < file_bytes
+
+
 def test_layers_for_a_gpu_that_the_build_lacks(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

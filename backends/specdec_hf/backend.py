@@ -282,6 +282,7 @@ class HFBackend:
             "attention": "packed spans",
             "context": self._max_context,
             "threads": torch.get_num_threads(),
+            "weight_bytes": sum(each.nbytes for each in self._model.parameters()),
         }
 
 

@@ -156,6 +156,7 @@ class LlamaCppBackend:
             "batch": n_batch,
             "flash_attention": flash_attention,
             "repack": repack,
+            "weight_bytes": lib.llama_model_size(model.pointer),
         }
         self._lock = threading.Lock()
         self._model: Model | None = model

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli import bench, check, generate, quantize, verify
 from specdec.cli.console import out, warn_in_one_line
-from specdec.cli.generate import generate
-from specdec.cli.quantize import quantize
 
 __all__ = ["app", "main"]
 
@@ -18,8 +17,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(generate)
-app.command()(quantize)
+app.command()(generate.generate)
+app.command()(check.check)
+app.command()(verify.verify)
+app.command()(bench.bench)
+app.command()(quantize.quantize)
 
 
 def show_version(wanted: bool) -> None:

