@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from time import perf_counter
 from typing import Literal, Unpack, get_args
 
+from specdec import calibration
 from specdec.backend import ModelBackend, Span
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter, named_draft
 from specdec.policy import Costs, FixedLength, MeasuredLength
@@ -28,9 +29,8 @@ from specdec.vocab import Prompt
 __all__ = ["SpeculativeDecoder", "TokenStream"]
 
 CALIBRATION_SECONDS = 0.4
-TRIAL_TOKENS = 3
+TRIAL_TOKENS = 3  # of a first draft
 CALIBRATION_TOKENS = 32  # shorter texts aren't worth it
-CALIBRATION_WIDTHS = (1, 5, 2, 9, 3, 17)  # first what tells most
 
 
 class TokenStream(Iterator[TokenEvent]):
@@ -86,7 +86,6 @@ class SpeculativeDecoder:
         strict: Where rounding in forwards over several tokens could change a choice, let a forward
             over one token make it, as plain decoding does. For low precision; costs time.
         progress: Called with ``(done, total)`` ids while the target reads a prompt.
-
         clock: Where times come from, in seconds.
 
     Attributes:
@@ -120,16 +119,24 @@ class SpeculativeDecoder:
             )
         self.target = target
         self.drafter = draft
-        self.num_draft_tokens = num_draft_tokens
-        if num_draft_tokens != "auto":
-            at_least(0, num_draft_tokens=num_draft_tokens)
+        self.num_draft_tokens: int | Literal["auto"] = "auto"
+        if not isinstance(num_draft_tokens, str):
+            self.num_draft_tokens = at_least(0, num_draft_tokens=num_draft_tokens)
+        elif num_draft_tokens != "auto":
+            raise ValueError(f'num_draft_tokens is a number or "auto", not {num_draft_tokens!r}')
         self.max_draft_tokens = at_least(1, max_draft_tokens=max_draft_tokens)
         self.costs = Costs()
         if verification not in get_args(Verification):
             known = ", ".join(get_args(Verification))
             raise ValueError(f"verification must be one of {known}, not {verification!r}")
         self.verification = verification
-        self._strict = StrictChoices(target) if strict else None
+        if strict and verification != "coupled":
+            raise ValueError(
+                f'strict=True gives the text of plain decoding, and verification="{verification}" '
+                "another one of the same law: leave one of them out"
+            )
+        most = self.max_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens)
+        self._strict = StrictChoices(target, most + 1) if strict else None
         self._progress = progress
         self._clock = clock
         self._num_tokens = target.vocab.num_tokens
@@ -206,6 +213,11 @@ class SpeculativeDecoder:
             request.stats.reason = "num_draft_tokens is 0"
         elif self._limit(request) < 1:
             request.stats.reason = "there was room for fewer than two new tokens"
+        elif self._strict is not None and request.sampler.distorts:
+            request.stats.reason = (
+                "strict decoding can't tell what rounding changes behind filters, penalties and "
+                "processors, so it drafts nothing with them"
+            )
         if request.stats.reason:
             request.drafter = None
         elif self.num_draft_tokens == "auto":
@@ -224,13 +236,17 @@ class SpeculativeDecoder:
         return min(sequence.output.remaining - 1, room)
 
     def calibrate(
-        self, prompt: Prompt, *, seconds: float = 0.4, widths: Sequence[int] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        seconds: float = calibration.SECONDS,
+        widths: Sequence[int] | None = None,
     ) -> Costs:
         """Measure what rounds take; ``"auto"`` does it by itself in a decoder's first call.
 
         Args:
             prompt: What to measure on.
-            seconds: The most to spend on target forwards, the first one aside.
+            seconds: The most to spend on target forwards, the first ones aside.
             widths: Numbers of tokens of a forward to measure. None: some that tell most.
 
         Returns:
@@ -238,6 +254,8 @@ class SpeculativeDecoder:
 
         Raises as ``generate`` does.
         """
+        for width in widths or ():
+            at_least(1, widths=width)
         request = self._request(prompt)
         self._open(request)
         try:
@@ -247,36 +265,30 @@ class SpeculativeDecoder:
         return self.costs
 
     def _calibrate(
-        self, sequence: Request, seconds: float, widths: Sequence[int] | None = None
+        self,
+        sequence: Request,
+        seconds: float = calibration.SECONDS,
+        widths: Sequence[int] | None = None,
     ) -> None:
-        """Time drafts, and forwards of several widths, behind a prompt, up to three times each."""
-        started, longest = self._clock(), 0.0
-        self._try_drafts(sequence)
-        target, cache, last = self.target, sequence.cache, sequence.ids[-1]
-        held = len(cache)
-        most = min(target.max_context - held, self.max_draft_tokens + 1)
-        wanted = [w for w in widths or CALIBRATION_WIDTHS if w <= most]
-        for number, width in enumerate(3 * wanted):
-            must = number < (len(wanted) if widths else 1)
-            before = self._clock()
-            if not must and before - started + longest > seconds:
-                break
-            target.forward([Span(cache, [last] * width, width)])
-            longest = max(longest, self._clock() - before)
-            self.costs.count_verify(width, self._clock() - before)
-            target.crop(cache, held)
-        sequence.stats.prefill_seconds += self._clock() - started
-
-    def _try_drafts(self, sequence: Request) -> None:
-        """Time two drafts, of which the first may be slow for being the first."""
+        """Try two drafts, of which the first may be slow for being the first, and forwards."""
+        started = self._clock()
         drafter, count = sequence.drafter, min(TRIAL_TOKENS, self._limit(sequence))
-        if drafter is None or count < 1:
-            return
-        self._open_draft(sequence, drafter)
-        for _ in range(2):
-            state, ids = sequence.draft_state, sequence.ids
-            self._ask(drafter, [DraftRequest(state, ids, count, sequence.sampler)], lag=0)
-            drafter.commit(state, ids)
+        if drafter is not None and count > 0:
+            self._open_draft(sequence, drafter)
+            for _ in range(2):
+                asked = DraftRequest(sequence.draft_state, sequence.ids, count, sequence.sampler)
+                self._ask(drafter, [asked], lag=0)
+                drafter.commit(sequence.draft_state, sequence.ids)
+        calibration.calibrate(
+            self.target,
+            self.costs,
+            sequence,
+            self._clock,
+            seconds=seconds,
+            widths=widths,
+            max_width=self.max_draft_tokens + 1,
+        )
+        sequence.stats.prefill_seconds += self._clock() - started
 
     def _rounds(self, sequences: Iterable[Request], max_batch: int) -> Generator[None, None, None]:
         """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
@@ -288,7 +300,7 @@ class SpeculativeDecoder:
                     self._open(waiting[0])
                     active.append(waiting.popleft())
                     if self._is_worth_calibrating(active[-1]):
-                        self._calibrate(active[-1], CALIBRATION_SECONDS)
+                        self._calibrate(active[-1])
                 self._round(active)
                 if finished := [s for s in active if s.output.finish_reason]:
                     active = [s for s in active if s.output.finish_reason is None]
@@ -300,7 +312,7 @@ class SpeculativeDecoder:
     def _open(self, sequence: Request) -> None:
         """Read the prompt, all but its last id, so that the first round is like every other."""
         started = self._clock()
-        if sequence.drafter is not None and self._strict is not None:
+        if self._strict is not None:
             self._strict.learn(sequence.ids)
         with ExitStack() as undo:
             sequence.cache = self.target.new_cache()
@@ -315,7 +327,9 @@ class SpeculativeDecoder:
         started = self._clock()
         sequence.draft_state = drafter.open(sequence.ids)
         sequence.is_open, sequence.lag = True, 0
-        self.costs.count_read(self._clock() - started, len(sequence.ids))
+        seconds = self._clock() - started
+        self.costs.count_read(seconds, len(sequence.ids))
+        sequence.stats.prefill_seconds += seconds
 
     def _close(self, sequences: Iterable[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
@@ -326,7 +340,6 @@ class SpeculativeDecoder:
 
     def _round(self, active: Sequence[Request]) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``."""
-        opened = self._clock()
         requests = self._requests(active)
         started = self._clock()
         drafts = self._propose(active, requests)
@@ -345,9 +358,9 @@ class SpeculativeDecoder:
         ]
         verified = self._clock()
 
-        for sequence, draft, verdict, logits in zip(active, drafts, verdicts, rows, strict=True):
-            tokens, num_correct = verdict
-            sequence.lag += 0 if draft.token_ids else 1
+        for index, (sequence, draft) in enumerate(zip(active, drafts, strict=True)):
+            (tokens, num_correct), logits = verdicts[index], rows[index]
+            sequence.lag += index not in requests
             sequence.commit(tokens, num_correct, logits[:, : self._num_tokens])
             sequence.stats.count_round(draft, num_correct)
             sequence.policy.observe(len(draft.token_ids), num_correct)
@@ -363,11 +376,9 @@ class SpeculativeDecoder:
                     sequence.drafter.commit(sequence.draft_state, sequence.ids)
         rolled_back = self._clock()
 
-        if self.num_draft_tokens == "auto":
-            self.costs.count_verify(sum(len(span.tokens) for span in batch), verified - drafted)
-            self.costs.count_rest(rolled_back - verified)
+        self.costs.count_verify(sum(len(span.tokens) for span in batch), verified - drafted)
+        self.costs.count_rest(rolled_back - verified)
         for sequence in active:
-            sequence.stats.prefill_seconds += (started - opened) / len(active)
             sequence.stats.count_seconds(
                 draft=(drafted - started) / len(active),
                 verify=(verified - drafted) / len(active),
@@ -408,7 +419,7 @@ class SpeculativeDecoder:
         """A drafter's answers, checked and timed; ``lag`` ids are read first."""
         started = self._clock()
         answers = drafter.propose(requests)
-        seconds = self._clock() - started - lag * self.costs.read
+        seconds, reading = self._clock() - started, lag * self.costs.read
         if len(answers) != len(requests):
             raise ValueError(
                 f"{type(drafter).__name__} gave {len(answers)} drafts for "
@@ -418,8 +429,9 @@ class SpeculativeDecoder:
             draft._replace(token_ids=self._checked(draft, request.num_tokens))
             for draft, request in zip(answers, requests, strict=True)
         ]
-        if longest := max(len(draft.token_ids) for draft in drafts):
-            self.costs.count_draft(max(0.0, seconds), longest, len(requests))
+        if reading < seconds / 2:  # else it tells little of a draft
+            longest = max(1, *(len(draft.token_ids) for draft in drafts))
+            self.costs.count_draft(seconds - reading, longest, len(requests))
         return drafts
 
     def _checked(self, draft: Draft, limit: int) -> list[int]:

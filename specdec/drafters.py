@@ -53,7 +53,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, state: Any, ids: Sequence[int]) -> None:
-        """Hear what stood: ``ids`` is the sequence after the round."""
+        """Hear what stood: ``ids`` is the sequence after the round, or as it was after a trial."""
         return
 
     def close(self, state: Any) -> None:

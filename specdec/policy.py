@@ -16,13 +16,16 @@ from statistics import median
 __all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
 
 MEMORY = 96  # tokens after which what was seen counts 1/e
-HOPE, HOPE_WEIGHT = 0.8, 1.5  # the acceptance that a text starts with, in drafts seen
+HOPE, HOPE_WEIGHT = 0.7, 1.5  # the acceptance that a text starts with, in drafts seen
 POOL_WEIGHT = 6.0  # what all positions say of each
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 0.5  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
 SURE = 3  # samples that are believed against what is hoped for
+BUDGET_MEMORY = 512  # tokens after which what was spent on probes counts 1/e
+READ_TOKENS = 16
+SHORTEST, LONGEST = 1e-9, 1e9  # seconds
 STALE = 128  # target forwards after which a width loses a sample, if it wasn't seen
 
 
@@ -31,25 +34,24 @@ class Costs:
 
     What was measured in a bad moment and never again is forgotten.
 
-    Attributes:
-        tokens: How many were decoded by them...
-        spent: ...and how many plain steps went into drafts that weren't expected to pay.
+    What goes into drafts that aren't expected to pay is kept here too, so that short texts add up.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.spent = 0.0
+        self._tokens = self._lost = 0.0  # lately; plain steps
         self._forward_ct = 0
         self._seen: dict[int, int] = {}  # when a width was, in forwards
         self._verify: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
         self._widths: list[tuple[int, float]] = []  # medians by width
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
+        self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
+        self._drafted_at = 0
         self._rest: deque[float] = deque(maxlen=15)
         self._read: deque[float] = deque(maxlen=5)
 
     def count_verify(self, width: int, seconds: float) -> None:
         """Enter a target forward over ``width`` tokens."""
-        self._verify[width].append(seconds)
+        self._verify[width].append(positive(seconds))
         self._seen[width] = self._forward_ct = self._forward_ct + 1
         if self._forward_ct % STALE == 0:
             self._forget()
@@ -61,23 +63,51 @@ class Costs:
                 self._verify[width].popleft()
                 if not self._verify[width]:
                     del self._verify[width], self._seen[width]
+        if self._forward_ct - self._drafted_at >= STALE:
+            for num_sequences, samples in list(self._draft.items()):
+                samples.popleft()
+                self._fit(num_sequences)
 
     def count_draft(self, seconds: float, num_tokens: int, num_sequences: int = 1) -> None:
         """Enter drafts of up to ``num_tokens`` for several sequences in step."""
-        self._draft[num_sequences].append((num_tokens, seconds))
+        self._draft[num_sequences].append((num_tokens, positive(seconds)))
+        self._drafted_at = self._forward_ct
+        self._fit(num_sequences)
+
+    def _fit(self, num_sequences: int) -> None:
+        if samples := self._draft[num_sequences]:
+            self._lines[num_sequences] = line_through(samples)
+        else:
+            del self._draft[num_sequences], self._lines[num_sequences]
 
     def count_rest(self, seconds: float) -> None:
         """Enter the loop's own time in a round, rollback included."""
-        self._rest.append(seconds)
+        self._rest.append(positive(seconds))
 
     def count_read(self, seconds: float, num_tokens: int) -> None:
-        """Enter the reading of ``num_tokens`` by the drafter."""
-        self._read.append(seconds / num_tokens)
+        """Enter the reading of ``num_tokens`` by the drafter; a few tell nothing of each."""
+        if num_tokens >= READ_TOKENS or not self._read:
+            self._read.append(positive(seconds) / num_tokens)
 
     @property
     def known(self) -> bool:
         """Whether a plain step was ever measured."""
         return 1 in self._verify
+
+    @property
+    def is_plain_stale(self) -> bool:
+        """Whether the last plain step is so long ago that one more is worth it."""
+        return self._forward_ct - self._seen.get(1, self._forward_ct) >= 4 * STALE
+
+    def count_tokens(self, num_tokens: int, lost: float) -> None:
+        """Enter what a round brought, and the plain steps that it lost if it was a probe."""
+        keep = math.exp(-num_tokens / BUDGET_MEMORY)
+        self._tokens = self._tokens * keep + num_tokens
+        self._lost = self._lost * keep + lost
+
+    def may_lose(self, steps: float) -> bool:
+        """Whether drafts that lose so many plain steps are within what may go into probes."""
+        return self._lost + steps <= PROBE_SHARE * self._tokens
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -93,22 +123,12 @@ class Costs:
         """Drafts of so many tokens for each of some sequences in step, or for about so many.
 
         A line through what was measured: a round's first draft takes longer, since it feeds what
-        the target has put out. That nothing takes no time counts as two more samples.
+        the target has put out.
         """
         if not self._draft or num_tokens == 0:
             return num_tokens * self.verify(num_sequences) / 4
-        samples = self._draft[min(self._draft, key=lambda n: abs(n - num_sequences))]
-        each = [seconds / count for count, seconds in samples]
-        if len(samples) < SURE:
-            return num_tokens * min(each)
-        most, weight = 2 * median(each), len(samples) + 2  # what is slower is an outlier
-        clipped = [(count, min(seconds, most * count)) for count, seconds in samples]
-        count = sum(n for n, _ in clipped) / weight
-        seconds = sum(s for _, s in clipped) / weight
-        spread = sum((n - count) ** 2 for n, _ in clipped) + 2 * count**2
-        joint = sum((n - count) * (s - seconds) for n, s in clipped) + 2 * count * seconds
-        step = min(max(0.0, joint / spread), seconds / count)
-        return seconds + step * (num_tokens - count)
+        base, step = self._lines[min(self._lines, key=lambda n: abs(n - num_sequences))]
+        return base + step * num_tokens
 
     @property
     def rest(self) -> float:
@@ -143,10 +163,34 @@ class Costs:
         line = low + (high - low) * (width - left) / (right - left)
         return min(line, widths[at][1] if here else low)
 
+    def rounds(self, max_draft_tokens: int, num_sequences: int = 1) -> list[float]:
+        """Whole rounds of 0, 1, ... drafts."""
+        return [self.round(count, num_sequences) for count in range(max_draft_tokens + 1)]
+
     def round(self, num_drafts: int, num_sequences: int = 1) -> float:
         """A whole round, of sequences that draft alike."""
         checking = self.verify(num_sequences * (num_drafts + 1))
         return self.drafts(num_drafts, num_sequences) + checking + self.rest
+
+
+def positive(seconds: float) -> float:
+    """A time that can be divided by, whatever a clock says."""
+    return min(seconds, LONGEST) if seconds > SHORTEST else SHORTEST
+
+
+def line_through(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds at 0 and per token, through ``(tokens, seconds)`` and two samples at ``(0, 0)``."""
+    each = [seconds / count for count, seconds in samples]
+    if len(samples) < SURE:
+        return 0.0, min(each)
+    most, weight = 2 * median(each), len(samples) + 2  # what is slower is an outlier
+    clipped = [(count, min(seconds, most * count)) for count, seconds in samples]
+    count = sum(n for n, _ in clipped) / weight
+    seconds = sum(s for _, s in clipped) / weight
+    spread = sum((n - count) ** 2 for n, _ in clipped) + 2 * count**2
+    joint = sum((n - count) * (s - seconds) for n, s in clipped) + 2 * count * seconds
+    step = min(max(0.0, joint / spread), seconds / count)
+    return seconds - step * count, step
 
 
 class Acceptance:
@@ -224,7 +268,7 @@ class FixedLength:
 
 
 class MeasuredLength(FixedLength):
-    """The number of drafts that promises the most tokens per second, for one text.
+    """The number of drafts, up to a limit, that promises the most tokens per second, for one text.
 
     What its drafts were worth is forgotten with the text; the costs are its pair's and stay.
     """
@@ -246,7 +290,8 @@ class MeasuredLength(FixedLength):
     def wanted(self, limit: int, lag: int = 0, num_sequences: int = 1) -> int:
         """The number of drafts for the next round; 0 is a plain step.
 
-        Where none is expected to pay, one is drafted now and then, in case the text has changed.
+        Where none is expected to pay, the cheapest number is drafted now and then, in case the text
+        has changed.
 
         Args:
             limit: The most that make sense.
@@ -257,7 +302,7 @@ class MeasuredLength(FixedLength):
         limit = min(limit, self.num_draft_tokens)
         rates = self.acceptance.by_position()
         self._rates = rates
-        self._seconds = [self.costs.round(count, num_sequences) for count in range(limit + 1)]
+        self._seconds = self.costs.rounds(limit, num_sequences)
         self._confidences, self._probing, self._extra = [], False, lag * self.costs.read
         self._planned, self._rate = 0, 1 / self._seconds[0]
         tokens = chance = 1.0
@@ -267,12 +312,14 @@ class MeasuredLength(FixedLength):
             rate = 1 / (self._seconds[count] / tokens + self._extra / horizon)
             if rate > self._rate:
                 self._planned, self._rate = count, rate
-        if limit > 0:
+        if limit == self.num_draft_tokens:  # near the end even a good draft may not pay
             self._pays = self._planned > 0
-        if self._planned == 0 and limit > 0:
+        if limit > 0 and self.costs.is_plain_stale:
+            self._planned = 0
+        elif limit > 0 and self._planned == 0:
             count = min(range(1, limit + 1), key=self._seconds.__getitem__)
             loss = (self._seconds[count] + self._extra) / self._seconds[0] - 1
-            self._probing = self.costs.spent + loss <= PROBE_SHARE * self.costs.tokens
+            self._probing = self.costs.may_lose(loss)
             self._planned = count if self._probing else 0
         return self._planned
 
@@ -282,7 +329,7 @@ class MeasuredLength(FixedLength):
         return self._go_on
 
     def _go_on(self, confidence: float) -> bool:
-        self._confidences.append(confidence)
+        self._confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
         done = len(self._confidences)
         chance, gain = self._chances(done)[-1], 0.0
         for count in range(done + 1, self._planned + 1):
@@ -298,14 +345,14 @@ class MeasuredLength(FixedLength):
         return list(accumulate((known + self._rates[len(known) :])[:num_proposed], operator.mul))
 
     def observe(self, num_proposed: int, num_correct: int) -> None:
-        """Enter what became of the round's drafts."""
+        """Enter what became of the round's drafts; that none came is as bad as a wrong one."""
+        num_proposed = max(num_proposed, min(self._planned, 1))
         steps = (self._seconds[num_proposed] + self._extra * bool(num_proposed)) / self._seconds[0]
         self._expected_tokens += 1 + sum(self._chances(num_proposed))
         self._expected_steps += steps
         self.acceptance.observe(self._confidences, num_proposed, num_correct)
-        self.costs.tokens += num_correct + 1
-        if self._probing:
-            self.costs.spent += max(0.0, steps - num_correct - 1)
+        lost = max(0.0, steps - num_correct - 1) if self._probing else 0.0
+        self.costs.count_tokens(num_correct + 1, lost)
 
     @property
     def predicted_speedup(self) -> float | None:
@@ -322,7 +369,7 @@ class MeasuredLength(FixedLength):
             "checking one draft takes": costs.verify(2) / plain - 1,
         }
         cost = max(shares, key=shares.__getitem__)
-        least = break_even(costs, self.num_draft_tokens)
+        least = break_even(costs.rounds(self.num_draft_tokens))
         needed = "no acceptance is enough" if least is None else f"it takes {least:.0%}"
         return (
             f"drafting doesn't pay: {cost} {shares[cost]:.2f} of a plain step, and about "
@@ -330,18 +377,20 @@ class MeasuredLength(FixedLength):
         )
 
 
-def best_length(costs: Costs, acceptance: float, max_draft_tokens: int) -> tuple[int, float]:
-    """The best fixed number of drafts where each stands with one chance, and its speed-up."""
-    best, best_speed, tokens = 0, 1.0, 1.0
-    for count in range(1, max_draft_tokens + 1):
-        tokens += acceptance**count
-        speed = tokens * costs.round(0) / costs.round(count)
-        if speed > best_speed:
-            best, best_speed = count, speed
-    return best, best_speed
+def best_length(seconds: Sequence[float], acceptance: float) -> tuple[int, float]:
+    """The best fixed number of drafts where each stands with one chance, and its speed-up.
+
+    Args:
+        seconds: Of a round, by its drafts, as ``Costs.rounds`` has them.
+        acceptance: The chance.
+    """
+    tokens = accumulate(acceptance**count for count in range(len(seconds)))
+    speeds = [brought * seconds[0] / taken for brought, taken in zip(tokens, seconds, strict=True)]
+    best = max(range(len(speeds)), key=speeds.__getitem__)
+    return best, speeds[best]
 
 
-def break_even(costs: Costs, max_draft_tokens: int) -> float | None:
-    """The acceptance from which drafting pays; None if it never does."""
+def break_even(seconds: Sequence[float]) -> float | None:
+    """The acceptance from which drafting pays, to a percent; None if it never does."""
     percents = (percent / 100 for percent in range(1, 101))
-    return next((a for a in percents if best_length(costs, a, max_draft_tokens)[0]), None)
+    return next((rate for rate in percents if best_length(seconds, rate)[0]), None)

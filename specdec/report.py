@@ -237,9 +237,9 @@ def with_costs(
     return replace(
         report,
         costs=found,
-        break_even=break_even(costs, MAX_DRAFT_TOKENS),
+        break_even=break_even(costs.rounds(MAX_DRAFT_TOKENS)),
         expectations=tuple(
-            Expectation(acceptance, *best_length(costs, acceptance, MAX_DRAFT_TOKENS))
+            Expectation(acceptance, *best_length(costs.rounds(MAX_DRAFT_TOKENS), acceptance))
             for acceptance in ACCEPTANCES
         ),
     )

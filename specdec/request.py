@@ -187,6 +187,8 @@ def new_request(
 def at_least(limit: int, **named: int) -> int:
     """The one value in ``named``, if it is a whole number of at least ``limit``."""
     ((name, value),) = named.items()
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
     try:
         number = operator.index(value)
     except TypeError:

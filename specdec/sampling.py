@@ -238,7 +238,7 @@ class Sampler:
     def _kept(self, rows: Logits) -> Logits:
         """A copy of ``rows``, -inf where top-k, top-p or min-p leave nothing."""
         params, xp = self.params, array_namespace(rows)
-        if not self._filters:
+        if not self.has_filters:
             return xp.asarray(rows, copy=True)
         warmth = max(params.temperature, COLDEST)
         top, floors = rows, []
@@ -263,8 +263,15 @@ class Sampler:
         return xp.where(rows < floors[0], -xp.inf, rows) if floors else xp.asarray(rows, copy=True)
 
     @property
-    def _filters(self) -> bool:
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p leave tokens out."""
         return bool(self.params.top_k or self.params.top_p < 1 or self.params.min_p)
+
+    @property
+    def distorts(self) -> bool:
+        """Whether scores may lie further apart than the logits they are made of."""
+        params = self.params
+        return self.has_filters or bool(params.processors) or params.repetition_penalty != 1
 
     def _looks_back(self, num_new: int) -> bool:
         params = self.params
@@ -321,7 +328,7 @@ class Sampler:
         is the same, and nothing has to be done where nothing is left.
         """
         xp, width = array_namespace(row), row.shape[0]
-        if self._filters and isinstance(row, np.ndarray):
+        if self.has_filters and isinstance(row, np.ndarray):
             left = np.flatnonzero(row != -np.inf)
             if 4 * len(left) < width:
                 row[left] += self._noise_for(left, position)

@@ -137,3 +137,32 @@ def test_a_quantised_model_with_default_attention(smollm2_gguf: Path) -> None:
     draft = LlamaCppBackend(smollm2_gguf)
     rng = np.random.default_rng(1)
     compare(target, draft, rng.integers(3, 40_000, (4, 12)).tolist())
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.3}]
+)
+def test_behind_filters_and_penalties_it_decodes_plainly(params: dict[str, Any]) -> None:
+    for seed in range(8):
+        target = RoundingTable.random(12, seed=seed)
+        sampling = SamplingParams(temperature=1.0, seed=seed, **params)
+        options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
+        result = SpeculativeDecoder(target, target, strict=True).generate([1, 2], **options)
+        assert result.token_ids == SpeculativeDecoder(target).generate([1, 2], **options).token_ids
+        assert "strict decoding can't tell" in str(result.stats.reason)
+
+
+def test_an_interrupted_measurement_is_made_again() -> None:
+    target = RoundingTable.random(12, seed=1)
+    decoder = SpeculativeDecoder(target, target, num_draft_tokens=4, strict=True)
+    target.fail_at, target.fault = target.call_ct + 40, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([1, 2], max_new_tokens=24)
+    expected = SpeculativeDecoder(target).generate([1, 2], max_new_tokens=24).token_ids
+    assert decoder.generate([1, 2], max_new_tokens=24).token_ids == expected
+
+
+def test_the_papers_rules_have_other_texts() -> None:
+    target = TableBackend.random(12, seed=1)
+    with pytest.raises(ValueError, match='verification="block" another one'):
+        SpeculativeDecoder(target, target, strict=True, verification="block")

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -304,7 +305,7 @@ def table(report: Report) -> Table:
             cells.append("yes" if row.same_output else "no")
         if row is report.total:
             result.add_section()
-        result.add_row(row.kind, *cells)
+        result.add_row(escape(row.kind), *cells)
     return result
 
 

@@ -60,17 +60,18 @@ def check(
     before = resident_bytes()
     target, draft = open_pair(target_model, draft_model, options)
     reports = examine(target, draft)
-    report, interrupted = next(reports), False
+    report = next(reports)
+    stopped: BaseException | None = None
     try:
         with err.status("measuring"):
             for report in reports:  # noqa: B007 - the last one counts
                 pass
-    except KeyboardInterrupt:
-        interrupted = True
+    except (Exception, KeyboardInterrupt) as error:  # what was found is worth a report
+        stopped = error
     after = resident_bytes()
     if as_json:
         memory = {"resident_bytes": after, "resident_bytes_before": before}
-        more = {"verdict": report.verdict, "interrupted": interrupted}
+        more = {"verdict": report.verdict, "interrupted": stopped is not None}
         print_json(asdict(report) | memory | more)
     else:
         show(report)
@@ -81,8 +82,8 @@ def check(
             )
         for line in report.verdict:
             out.out(line, style="red" if report.problem else "bold")
-    if interrupted:
-        raise KeyboardInterrupt
+    if stopped is not None:
+        raise stopped
     if report.problem:
         sys.exit(1)
 

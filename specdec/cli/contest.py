@@ -36,7 +36,12 @@ PLAIN, SPECULATIVE = "plain", "speculative"
 PARTS = ("prefill", "draft", "verify", "rollback", "host")  # of the time, as in Stats
 COUNTERS = (
     *("prompt_tokens", "completion_tokens", "verify_ct", "target_forward_ct", "draft_forward_ct"),
-    *("num_proposed_drafts", "num_correct_drafts", *(f"{part}_seconds" for part in PARTS)),
+    *(
+        "num_proposed_drafts",
+        "num_correct_drafts",
+        "strict_ct",
+        *(f"{part}_seconds" for part in PARTS),
+    ),
 )
 WARM_UP = 8  # tokens of the first, unmeasured call: it allocates, chooses kernels and calibrates
 

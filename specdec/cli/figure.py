@@ -47,6 +47,13 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path}: give a file that ends in .png or another of {kinds}")
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--plot {path} can't be written: give a file in a folder that is there")
+    was_there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--plot {path} can't be written: {error.strerror}") from error
+    if not was_there:
+        path.unlink()
 
 
 def draw(report: Report, sweep: Sequence[SweepPoint], title: str, path: Path) -> None:
@@ -63,6 +70,7 @@ def draw(report: Report, sweep: Sequence[SweepPoint], title: str, path: Path) ->
 
     style: dict[Any, Any] = {
         "font.size": 9,
+        "text.parse_math": False,  # kinds and paths are plain text
         "axes.titlesize": 10,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",

@@ -32,6 +32,7 @@ from specdec.cli.options import (
 )
 from specdec.parity import Comparison, compare
 from specdec.prompts import KindedPrompt, load_prompts, shipped_prompts
+from specdec.request import at_least
 from specdec.rounding import random_ids
 from specdec.sampling import SamplingParams
 from specdec.vocab import Prompt, Vocabulary, encode_prompt
@@ -82,6 +83,7 @@ def verify(
         n_threads=n_threads,
     )
     length = as_num_draft_tokens(num_draft_tokens)
+    at_least(1, max_new_tokens=max_new_tokens)
     if temperature and seed is None:
         seed = secrets.randbits(63)
     sampling = SamplingParams(temperature=temperature, seed=seed)
@@ -102,29 +104,33 @@ def verify(
         strict=strict,
     )
     done: list[tuple[str, Comparison]] = []
-    interrupted = False
+    stopped: BaseException | None = None
     try:
         for (kind, _), comparison in zip(cases, comparisons, strict=True):
             done.append((kind, comparison))
             if not as_json:
                 out.out(f"{len(done)} {kind}: {as_line(comparison)}")
-    except KeyboardInterrupt:
-        interrupted = True
+    except (Exception, KeyboardInterrupt) as error:  # what was compared is worth a report
+        stopped = error
     found = [comparison for _, comparison in done]
     if as_json:
         models = {"target": dict(target.info()), "draft": dict(draft.info())}
         asked = {"num_draft_tokens": length, "seed": seed, "strict": strict}
         each = [{"kind": kind, "verdict": one.verdict} | asdict(one) for kind, one in done]
         print_json(
-            totals(found) | {"interrupted": interrupted} | asked | {"prompts": each} | models
+            totals(found)
+            | {"interrupted": stopped is not None}
+            | asked
+            | {"prompts": each}
+            | models
         )
     else:
         for line in summary(found, of=len(cases)):
             out.out(line)
         if temperature:
             out.out(f"seed {seed}")
-    if interrupted:
-        raise KeyboardInterrupt
+    if stopped is not None:
+        raise stopped
     if any(one.verdict == "fault" for one in found):
         sys.exit(1)
 
