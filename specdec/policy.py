@@ -16,8 +16,9 @@ from statistics import median
 __all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
 
 MEMORY = 96  # tokens after which what was seen counts 1/e
-HOPE, HOPE_WEIGHT = 0.7, 1.5  # the acceptance that a text starts with, in drafts seen
+HOPE, HOPE_WEIGHT = 0.85, 0.6  # the acceptance that a text starts with, in drafts seen
 POOL_WEIGHT = 6.0  # what all positions say of each
+WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 0.5  # failures after which it is believed half how much confidence is worth here
@@ -169,7 +170,8 @@ class Costs:
 
     def round(self, num_drafts: int, num_sequences: int = 1) -> float:
         """A whole round, of sequences that draft alike."""
-        checking = self.verify(num_sequences * (num_drafts + 1))
+        plain = self.verify(num_sequences)  # a wider forward is never cheaper, only noise is
+        checking = max(plain, self.verify(num_sequences * (num_drafts + 1)))
         return self.drafts(num_drafts, num_sequences) + checking + self.rest
 
 
@@ -310,7 +312,7 @@ class MeasuredLength(FixedLength):
             chance *= rates[count - 1]
             tokens += chance
             rate = 1 / (self._seconds[count] / tokens + self._extra / horizon)
-            if rate > self._rate:
+            if rate > (self._rate if self._planned else WORTH * self._rate):
                 self._planned, self._rate = count, rate
         if limit == self.num_draft_tokens:  # near the end even a good draft may not pay
             self._pays = self._planned > 0
