@@ -75,7 +75,9 @@ class JsonGrammar:
 
 def main() -> None:
     model = embedded_gguf()
-    decoder = SpeculativeDecoder(HFBackend(model, dtype="float32"), LlamaCppBackend(model))
+    decoder = SpeculativeDecoder(
+        HFBackend(model, dtype="float32"), LlamaCppBackend(model), num_draft_tokens=5
+    )
     vocab = decoder.target.vocab
     prompt = encode_prompt(vocab, [{"role": "user", "content": "Describe Vienna in JSON."}])
     grammar = JsonGrammar(SCHEMA, vocab, prompt_length=len(prompt))

@@ -7,7 +7,9 @@ from specdec.embedded import embedded_gguf
 
 def main() -> None:
     model = embedded_gguf()
-    decoder = SpeculativeDecoder(HFBackend(model, dtype="float32"), LlamaCppBackend(model))
+    decoder = SpeculativeDecoder(
+        HFBackend(model, dtype="float32"), LlamaCppBackend(model), num_draft_tokens=5
+    )
     messages = [{"role": "user", "content": "Name three rivers of Europe."}]
 
     stream = decoder.stream(messages, max_new_tokens=60, stop="\n\n")

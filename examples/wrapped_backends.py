@@ -35,7 +35,9 @@ class CountingBackend(Wrapper):
 def main() -> None:
     model = TableBackend.random(8, seed=1)
     target, draft = LoggingBackend(model), CountingBackend(model.sibling(0.3))
-    result = SpeculativeDecoder(target, draft).generate("cab", max_new_tokens=12)
+    result = SpeculativeDecoder(target, draft, num_draft_tokens=3).generate(
+        "cab", max_new_tokens=12
+    )
     print(result.text, "with", draft.fed, "ids fed to the draft")
 
 

@@ -135,7 +135,8 @@ def test_the_context_ends_for_both_at_their_last_slot(
         result = SpeculativeDecoder(backend, draft, num_draft_tokens=4).generate("the sea")
         assert outcome(result) == outcome(plain)
     long = tiny["hf target"]
-    result = SpeculativeDecoder(long, backend).generate("the sea", max_new_tokens=80)
+    decoder = SpeculativeDecoder(long, backend, num_draft_tokens=4)
+    result = decoder.generate("the sea", max_new_tokens=80)
     assert outcome(result) == outcome(
         SpeculativeDecoder(long).generate("the sea", max_new_tokens=80)
     )
