@@ -24,7 +24,7 @@ SHOWS = {
     "quickstart": "the same as plain decoding: True",
     "streaming": "of the drafts stood",
     "gguf_pair": "(100% of the drafts stood)",
-    "self_draft": "accept_rate",
+    "self_draft": "accept_rate 0.",
     "json_grammar": '{"name": "',
     "custom_backend": " to the cat",
     "wrapped_backends": "forward [(2, ",
