@@ -43,7 +43,7 @@ def useless_draft(target: HFBackend, folder: Path) -> LlamaCppBackend:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4, 7, 10])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[7, 10, 14])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
@@ -53,13 +53,15 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         useless = useless_draft(target, Path(folder))
     decoders = {
-        "plain": SpeculativeDecoder(target),
+        "plain": SpeculativeDecoder(target, keep_caches=0),
         **{
-            f"K = {length}": SpeculativeDecoder(target, draft, num_draft_tokens=length)
+            f"K = {length}": SpeculativeDecoder(
+                target, draft, num_draft_tokens=length, keep_caches=0
+            )
             for length in options.lengths
         },
-        "auto": SpeculativeDecoder(target, draft),
-        "auto, useless draft": SpeculativeDecoder(target, useless),
+        "auto": SpeculativeDecoder(target, draft, keep_caches=0),
+        "auto, useless draft": SpeculativeDecoder(target, useless, keep_caches=0),
     }
     prompts = [
         encode_prompt(target.vocab, [{"role": "user", "content": prompt}])

@@ -34,11 +34,11 @@ def main() -> None:
     options = parser.parse_args()
 
     target = HFBackend(embedded_gguf(), dtype="float32")
-    decoders = {("plain", 0): SpeculativeDecoder(target)}
+    decoders = {("plain", 0): SpeculativeDecoder(target, keep_caches=0)}
     for kind in options.types:
         draft = target.self_draft(kind)
         for count in options.num_draft_tokens:
-            decoders[kind, count] = SpeculativeDecoder(target, draft, num_draft_tokens=count)
+            decoders[kind, count] = SpeculativeDecoder(target, draft, num_draft_tokens=count, keep_caches=0)
     prompts = [
         encode_prompt(target.vocab, [{"role": "user", "content": text}])
         for text in PROMPTS.values()

@@ -29,7 +29,7 @@ def main() -> None:
     target = LlamaCppBackend(embedded_gguf(), flash_attention=False, n_threads=2)
     draft = LlamaCppBackend(embedded_gguf())
     decoders = {
-        "plain": SpeculativeDecoder(target),
+        "plain": SpeculativeDecoder(target, keep_caches=0),
         **{
             name: SpeculativeDecoder(
                 target, draft, num_draft_tokens=options.num_draft_tokens, strict=name == "strict"

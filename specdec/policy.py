@@ -16,12 +16,15 @@ from statistics import median
 __all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
 
 MEMORY = 96  # tokens after which what was seen counts 1/e
-HOPE, HOPE_WEIGHT = 0.85, 0.6  # the acceptance that a text starts with, in drafts seen
-POOL_WEIGHT = 6.0  # what all positions say of each
+# What acceptance may be, and how likely that is to begin with: most pairs are chosen well, and a
+# useless one shows soon.
+RATES = (0.99, 0.96, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15, 0.02)
+ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
+POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
-DOUBT_WEIGHT = 0.5  # failures after which it is believed half how much confidence is worth here
+DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
 SURE = 3  # samples that are believed against what is hoped for
 BUDGET_MEMORY = 512  # tokens after which what was spent on probes counts 1/e
@@ -47,7 +50,7 @@ class Costs:
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
         self._drafted_at = 0
-        self._rest: deque[float] = deque(maxlen=15)
+        self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
         self._read: deque[float] = deque(maxlen=5)
 
     def count_verify(self, width: int, seconds: float) -> None:
@@ -81,9 +84,9 @@ class Costs:
         else:
             del self._draft[num_sequences], self._lines[num_sequences]
 
-    def count_rest(self, seconds: float) -> None:
+    def count_rest(self, seconds: float, *, drafting: bool) -> None:
         """Enter the loop's own time in a round, rollback included."""
-        self._rest.append(positive(seconds))
+        self._rest[drafting].append(positive(seconds))
 
     def count_read(self, seconds: float, num_tokens: int) -> None:
         """Enter the reading of ``num_tokens`` by the drafter; a few tell nothing of each."""
@@ -131,10 +134,10 @@ class Costs:
         base, step = self._lines[min(self._lines, key=lambda n: abs(n - num_sequences))]
         return base + step * num_tokens
 
-    @property
-    def rest(self) -> float:
-        """The loop's own work in a round."""
-        return median(self._rest) if self._rest else 0.0
+    def rest(self, *, drafting: bool) -> float:
+        """The loop's own work in a round; a rollback may have its price."""
+        plain, drafted = (median(self._rest[kind] or [0.0]) for kind in (False, True))
+        return max(plain, drafted) if drafting else plain
 
     @property
     def read(self) -> float:
@@ -165,14 +168,18 @@ class Costs:
         return min(line, widths[at][1] if here else low)
 
     def rounds(self, max_draft_tokens: int, num_sequences: int = 1) -> list[float]:
-        """Whole rounds of 0, 1, ... drafts."""
-        return [self.round(count, num_sequences) for count in range(max_draft_tokens + 1)]
+        """Whole rounds of 0, 1, ... drafts, of sequences that draft alike."""
+        plain, rest = self.verify(num_sequences), self.rest(drafting=True)
+        seconds = [plain + self.rest(drafting=False)]
+        for count in range(1, max_draft_tokens + 1):
+            # A wider forward is never cheaper, only noise is.
+            checking = max(plain, self.verify(num_sequences * (count + 1)))
+            seconds.append(self.drafts(count, num_sequences) + checking + rest)
+        return seconds
 
-    def round(self, num_drafts: int, num_sequences: int = 1) -> float:
-        """A whole round, of sequences that draft alike."""
-        plain = self.verify(num_sequences)  # a wider forward is never cheaper, only noise is
-        checking = max(plain, self.verify(num_sequences * (num_drafts + 1)))
-        return self.drafts(num_drafts, num_sequences) + checking + self.rest
+    def round(self, num_drafts: int) -> float:
+        """A whole round of one sequence."""
+        return self.rounds(num_drafts)[num_drafts]
 
 
 def positive(seconds: float) -> float:
@@ -206,11 +213,14 @@ class Acceptance:
     def by_position(self) -> list[float]:
         """The chance at each position that a draft stands if those before it did."""
         tried, stood = map(sum, zip(*self._positions, strict=True))
-        everywhere = (stood + HOPE * HOPE_WEIGHT) / (tried + HOPE_WEIGHT)
-        return [
-            (stood + POOL_WEIGHT * everywhere) / (tried + POOL_WEIGHT)
-            for tried, stood in self._positions
-        ]
+        pairs = list(zip(RATES, ODDS, strict=True))
+        odds = [odd * rate**stood * (1 - rate) ** (tried - stood) for rate, odd in pairs]
+        rates, before = [], sum(odds)
+        for tried_here, stood_here in self._positions:
+            odds = list(map(operator.mul, odds, RATES))
+            together, before = sum(odds) / before, sum(odds)
+            rates.append((stood_here + POOL_WEIGHT * together) / (tried_here + POOL_WEIGHT))
+        return rates
 
     def of(self, confidence: float) -> float:
         """The chance of a draft to which the draft model gave this probability."""
@@ -238,7 +248,7 @@ class Acceptance:
 
 def doubt(confidence: float) -> float:
     """How often a draft fails to which the draft model gave this probability, to begin with."""
-    return 1.0 - math.sqrt(confidence)
+    return 1.0 - math.pow(confidence, 0.08)
 
 
 class FixedLength:

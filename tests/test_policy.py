@@ -108,12 +108,12 @@ def test_a_hopeless_draft_does_not_even_read_the_prompt() -> None:
 
 
 def test_nothing_of_a_text_is_remembered_but_costs() -> None:
-    """After a text that was always right, one that is always wrong starts as any other."""
+    """After a text that was always wrong, the next one starts as any other."""
     known = costs(0.1, *[1.0] * 17)
     fresh, used = MeasuredLength(known, 16), MeasuredLength(known, 16)
     for _ in range(50):
-        used.observe(used.wanted(16), 16)
-    assert MeasuredLength(known, 16).wanted(16) == fresh.wanted(16) < used.wanted(16)
+        used.observe(used.wanted(16), 0)
+    assert MeasuredLength(known, 16).wanted(16) == fresh.wanted(16) > used.wanted(16)
 
 
 def test_drafting_stops_where_the_draft_is_unsure() -> None:
