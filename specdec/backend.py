@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from specdec.errors import ContextFullError, CropError, TokenIdError
 from specdec.vocab import Vocabulary
 
-__all__ = ["Cache", "Logits", "ModelBackend", "Span", "check_crop", "check_forward"]
+__all__ = ["Cache", "Logits", "ModelBackend", "Span", "check_crop", "check_forward", "crop_to", "num_replayed"]
 
 # (num_logits, vocab.size) float32: a numpy array, a torch tensor, or another array-API array.
 Logits: TypeAlias = Any
@@ -18,6 +18,9 @@ Logits: TypeAlias = Any
 
 class Cache(Protocol):
     """What a model remembers of one sequence. It belongs to the backend that made it."""
+
+    # A backend that goes back by reading tokens again counts them in an attribute
+    # ``num_replayed: int``; caches without it are taken to read none.
 
     def __len__(self) -> int:
         """How many tokens it holds."""
@@ -107,3 +110,22 @@ def check_crop(cache: Cache, length: int) -> None:
         raise CropError(
             f"can't crop to {length} tokens: the cache holds {len(cache)}, so give 0 to that many"
         )
+
+
+def crop_to(backend: ModelBackend, cache: Cache, length: int) -> None:
+    """Crop, and see that it was done.
+
+    Raises:
+        CropError: The backend can't, or says nothing and doesn't.
+    """
+    backend.crop(cache, length)
+    if len(cache) != length:
+        raise CropError(
+            f"{type(backend).__name__} was asked to cut a cache to {length} tokens and left "
+            f"{len(cache)}: it breaks clause C3, see specdec.testing.CHECKS"
+        )
+
+
+def num_replayed(cache: Cache) -> int:
+    """How many tokens were read again so far to go back in a cache."""
+    return getattr(cache, "num_replayed", 0)

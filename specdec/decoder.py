@@ -1,17 +1,18 @@
 """The loop: draft, verify, commit, roll back."""
 
-import operator
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from threading import RLock
 from time import perf_counter
 from typing import Literal, Unpack, get_args
 
 from specdec import calibration
-from specdec.backend import ModelBackend, Span
-from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter, named_draft
+from specdec.backend import ModelBackend, Span, crop_to, num_replayed
+from specdec.drafters import Draft, Drafter, ModelDrafter, named_draft
 from specdec.policy import Costs, FixedLength, MeasuredLength
 from specdec.prefill import OnPrefill, prefill
+from specdec.proposer import Proposer
 from specdec.request import (
     BatchOptions,
     GenerateOptions,
@@ -21,6 +22,7 @@ from specdec.request import (
     at_least,
     new_request,
 )
+from specdec.reuse import KeptCaches
 from specdec.sampling import SamplingParams
 from specdec.stopping import TokenEvent
 from specdec.strict import StrictChoices
@@ -28,8 +30,6 @@ from specdec.vocab import Prompt
 
 __all__ = ["SpeculativeDecoder", "TokenStream"]
 
-CALIBRATION_SECONDS = 0.4
-TRIAL_TOKENS = 3  # of a first draft
 CALIBRATION_TOKENS = 32  # shorter texts aren't worth it
 
 
@@ -70,6 +70,10 @@ class TokenStream(Iterator[TokenEvent]):
 class SpeculativeDecoder:
     """Decodes with a target model, sped up by drafts that cannot change what comes out.
 
+    Calls from several threads take turns, round by round. The caches of the latest texts are kept,
+    so that a text that goes on from one of them, as the next turn of a chat does, costs only what
+    is new in it.
+
     Args:
         target: The model whose output is wanted.
         draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
@@ -85,6 +89,8 @@ class SpeculativeDecoder:
             depend on the draft. Greedy decoding is the same for all.
         strict: Where rounding in forwards over several tokens could change a choice, let a forward
             over one token make it, as plain decoding does. For low precision; costs time.
+        keep_caches: Of how many of the latest texts to keep the caches, in each model. One serves
+            one conversation; 0 starts every text afresh, also in how it rounds, as ``strict`` does.
         progress: Called with ``(done, total)`` ids while the target reads a prompt.
         clock: Where times come from, in seconds.
 
@@ -104,15 +110,17 @@ class SpeculativeDecoder:
         max_draft_tokens: int = 16,
         verification: Verification = "coupled",
         strict: bool = False,
+        keep_caches: int = 1,
         progress: OnPrefill | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not isinstance(target, ModelBackend):
             raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
+        at_least(0, keep_caches=keep_caches)
         if isinstance(draft, str):
             draft = named_draft(target, draft)
         if isinstance(draft, ModelBackend):
-            draft = ModelDrafter(draft, target.vocab)
+            draft = ModelDrafter(draft, target.vocab, keep_caches=keep_caches)
         elif draft is not None and (isinstance(draft, type) or not isinstance(draft, Drafter)):
             raise TypeError(
                 f'draft must be "self", a backend or a Drafter, but {_what_lacks(draft)}'
@@ -137,8 +145,16 @@ class SpeculativeDecoder:
             )
         most = self.max_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens)
         self._strict = StrictChoices(target, most + 1) if strict else None
+        self._kept = KeptCaches(target, 0 if strict else keep_caches)
+        self._proposer: Proposer | None = None
+        if draft is not None:
+            stops_early = verification != "block"
+            self._proposer = Proposer(
+                draft, target.vocab.size, self.costs, clock, stops_early=stops_early
+            )
         self._progress = progress
         self._clock = clock
+        self._lock = RLock()
         self._num_tokens = target.vocab.num_tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
@@ -270,15 +286,9 @@ class SpeculativeDecoder:
         seconds: float = calibration.SECONDS,
         widths: Sequence[int] | None = None,
     ) -> None:
-        """Try two drafts, of which the first may be slow for being the first, and forwards."""
         started = self._clock()
-        drafter, count = sequence.drafter, min(TRIAL_TOKENS, self._limit(sequence))
-        if drafter is not None and count > 0:
-            self._open_draft(sequence, drafter)
-            for _ in range(2):
-                asked = DraftRequest(sequence.draft_state, sequence.ids, count, sequence.sampler)
-                self._ask(drafter, [asked], lag=0)
-                drafter.commit(sequence.draft_state, sequence.ids)
+        if self._proposer is not None and sequence.drafter is not None:
+            self._proposer.try_out(sequence, self._limit(sequence))
         calibration.calibrate(
             self.target,
             self.costs,
@@ -296,16 +306,21 @@ class SpeculativeDecoder:
         active: list[Request] = []
         try:
             while waiting or active:
-                while waiting and len(active) < max_batch:
-                    self._open(waiting[0])
-                    active.append(waiting.popleft())
-                    if self._is_worth_calibrating(active[-1]):
-                        self._calibrate(active[-1])
-                self._round(active)
-                if finished := [s for s in active if s.output.finish_reason]:
+                with self._lock:
+                    while waiting and len(active) < max_batch:
+                        self._open(waiting[0])
+                        active.append(waiting.popleft())
+                        if self._is_worth_calibrating(active[-1]):
+                            self._calibrate(active[-1])
+                    self._round(active)
+                    finished = [s for s in active if s.output.finish_reason]
                     active = [s for s in active if s.output.finish_reason is None]
-                    self._close(finished)
+                    self._keep(finished)
                 yield
+        except GeneratorExit:  # between rounds, so the caches are as they should be
+            self._keep(active)
+            active = []
+            raise
         finally:
             self._close(active)
 
@@ -315,41 +330,54 @@ class SpeculativeDecoder:
         if self._strict is not None:
             self._strict.learn(sequence.ids)
         with ExitStack() as undo:
-            sequence.cache = self.target.new_cache()
+            sequence.cache = self._kept.take(sequence.ids)
             undo.callback(sequence.cache.close)
-            prefill(self.target, sequence.cache, sequence.ids[:-1], self._progress)
+            sequence.stats.cached_tokens = len(sequence.cache)
+            unread = sequence.ids[len(sequence.cache) : -1]
+            prefill(self._kept.forward, sequence.cache, unread, self._progress)
+            if sequence.drafter is not None:
+                sequence.draft_state = sequence.drafter.open(sequence.ids)
             undo.pop_all()
-        sequence.lag, sequence.exact = len(sequence.ids), len(sequence.cache)
+        sequence.exact = len(sequence.cache)
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _open_draft(self, sequence: Request, drafter: Drafter) -> None:
-        """Let the drafter read the text so far."""
-        started = self._clock()
-        sequence.draft_state = drafter.open(sequence.ids)
-        sequence.is_open, sequence.lag = True, 0
-        seconds = self._clock() - started
-        self.costs.count_read(seconds, len(sequence.ids))
-        sequence.stats.prefill_seconds += seconds
+    def _keep(self, sequences: Iterable[Request]) -> None:
+        with self._lock, ExitStack() as stack:  # closes all, whichever raises
+            for sequence in sequences:
+                stack.callback(self._kept.give, sequence.cache, sequence.ids)
+                if sequence.drafter is not None:
+                    stack.callback(sequence.drafter.close, sequence.draft_state)
 
     def _close(self, sequences: Iterable[Request]) -> None:
-        with ExitStack() as stack:  # closes all, whichever raises
+        with self._lock, ExitStack() as stack:
             for sequence in sequences:
                 stack.callback(sequence.cache.close)
-                if sequence.drafter is not None and sequence.is_open:
+                if sequence.drafter is not None:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
+
+    def clear(self) -> None:
+        """Give back the caches that are kept of earlier texts."""
+        with self._lock:
+            self._kept.clear()
+            if self.drafter is not None:
+                self.drafter.clear()
 
     def _round(self, active: Sequence[Request]) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``."""
-        requests = self._requests(active)
+        limits = [max(0, self._limit(sequence)) for sequence in active]
+        requests = self._proposer.requests(active, limits) if self._proposer else {}
         started = self._clock()
-        drafts = self._propose(active, requests)
+        drafts = [Draft(())] * len(active)
+        if self._proposer is not None and requests:
+            drafts = self._proposer.propose(len(active), requests)
         drafted = self._clock()
 
         batch = [
             Span(sequence.cache, [sequence.ids[-1], *draft.token_ids], len(draft.token_ids) + 1)
             for sequence, draft in zip(active, drafts, strict=True)
         ]
-        rows = self.target.forward(batch)
+        replayed = [num_replayed(sequence.cache) for sequence in active]
+        rows = self._kept.forward(batch)
         if self._strict is not None:
             drafts, rows = self._strict.decide(active, drafts, rows)
         verdicts = [
@@ -360,9 +388,9 @@ class SpeculativeDecoder:
 
         for index, (sequence, draft) in enumerate(zip(active, drafts, strict=True)):
             (tokens, num_correct), logits = verdicts[index], rows[index]
-            sequence.lag += index not in requests
             sequence.commit(tokens, num_correct, logits[:, : self._num_tokens])
             sequence.stats.count_round(draft, num_correct)
+            sequence.stats.replayed_ct += num_replayed(sequence.cache) - replayed[index]
             sequence.policy.observe(len(draft.token_ids), num_correct)
             full = len(sequence.ids) > self.target.max_context
             if full and sequence.output.finish_reason is None:
@@ -370,14 +398,13 @@ class SpeculativeDecoder:
         committed = self._clock()
 
         for sequence in active:
-            if sequence.output.finish_reason is None:
-                self.target.crop(sequence.cache, len(sequence.ids) - 1)
-                if sequence.drafter is not None and sequence.is_open:
-                    sequence.drafter.commit(sequence.draft_state, sequence.ids)
+            crop_to(self.target, sequence.cache, len(sequence.ids) - 1)
+            if sequence.drafter is not None:
+                sequence.drafter.commit(sequence.draft_state, sequence.ids)
         rolled_back = self._clock()
 
         self.costs.count_verify(sum(len(span.tokens) for span in batch), verified - drafted)
-        self.costs.count_rest(rolled_back - verified)
+        self.costs.count_rest(rolled_back - verified, drafting=bool(requests))
         for sequence in active:
             sequence.stats.count_seconds(
                 draft=(drafted - started) / len(active),
@@ -385,65 +412,6 @@ class SpeculativeDecoder:
                 host=(committed - verified) / len(active),
                 rollback=(rolled_back - committed) / len(active),
             )
-
-    def _requests(self, active: Sequence[Request]) -> dict[int, DraftRequest]:
-        """What to ask of the drafter, by the number of the sequence."""
-        requests = {}
-        for index, sequence in enumerate(active):
-            limit = max(0, self._limit(sequence))
-            wanted = sequence.policy.wanted(limit, sequence.lag, len(active))
-            if wanted > 0 and sequence.drafter is not None:
-                if not sequence.is_open:
-                    self._open_draft(sequence, sequence.drafter)
-                # Block verification takes the length of a block as given beforehand.
-                go_on = None if self.verification == "block" else sequence.policy.go_on
-                requests[index] = DraftRequest(
-                    sequence.draft_state, sequence.ids, wanted, sequence.sampler, go_on
-                )
-        return requests
-
-    def _propose(
-        self, active: Sequence[Request], requests: Mapping[int, DraftRequest]
-    ) -> list[Draft]:
-        """One draft per sequence, empty where none is wanted."""
-        drafts = [Draft(())] * len(active)
-        if self.drafter is None or not requests:
-            return drafts
-        lag = sum(active[index].lag for index in requests)
-        answers = self._ask(self.drafter, list(requests.values()), lag)
-        for index, draft in zip(requests, answers, strict=True):
-            drafts[index], active[index].lag = draft, 0
-        return drafts
-
-    def _ask(self, drafter: Drafter, requests: Sequence[DraftRequest], lag: int) -> list[Draft]:
-        """A drafter's answers, checked and timed; ``lag`` ids are read first."""
-        started = self._clock()
-        answers = drafter.propose(requests)
-        seconds, reading = self._clock() - started, lag * self.costs.read
-        if len(answers) != len(requests):
-            raise ValueError(
-                f"{type(drafter).__name__} gave {len(answers)} drafts for "
-                f"{len(requests)} requests: give one each, in order"
-            )
-        drafts = [
-            draft._replace(token_ids=self._checked(draft, request.num_tokens))
-            for draft, request in zip(answers, requests, strict=True)
-        ]
-        if reading < seconds / 2:  # else it tells little of a draft
-            longest = max(1, *(len(draft.token_ids) for draft in drafts))
-            self.costs.count_draft(seconds - reading, longest, len(requests))
-        return drafts
-
-    def _checked(self, draft: Draft, limit: int) -> list[int]:
-        name, size = type(self.drafter).__name__, self.target.vocab.size
-        token_ids = list(map(operator.index, draft.token_ids))
-        if len(token_ids) > limit:
-            raise ValueError(
-                f"{name} proposed {len(token_ids)} tokens where at most {limit} were asked for"
-            )
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
-            raise ValueError(f"{name} proposed {token_ids}, but ids are 0 to {size - 1}")
-        return token_ids
 
 
 def _what_lacks(thing: object) -> str:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.backend import Cache, Logits, ModelBackend, Span, crop_to, num_replayed
 from specdec.prefill import prefill
+from specdec.reuse import KeptCaches
 from specdec.sampling import Sampler
 from specdec.verify import masked, probability
 from specdec.vocab import Vocabulary, shared_ids
@@ -32,6 +33,7 @@ class Draft(NamedTuple):
     token_ids: Sequence[int]  # 0 to num_tokens ids
     forward_ct: int = 0  # draft-model forwards that it took
     reason: str | None = None  # why fewer were proposed than could be, for the statistics
+    replayed_ct: int = 0  # ids that were read again, by a model that can't go back otherwise
 
 
 @runtime_checkable
@@ -45,8 +47,16 @@ class Drafter(Protocol):
     """
 
     def open(self, prompt_ids: Sequence[int]) -> Any:
-        """Start a sequence; returns the state that its requests will carry."""
+        """Start a sequence, without work; returns the state that its requests will carry."""
         return None
+
+    def lag(self, state: Any, ids: Sequence[int]) -> int:
+        """How many ids it would have to read before it could draft as usual."""
+        return 0
+
+    def catch_up(self, state: Any, ids: Sequence[int]) -> None:
+        """Read them; called where they are many."""
+        return
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for every request, in order."""
@@ -60,12 +70,17 @@ class Drafter(Protocol):
         """Give back what the sequence holds."""
         return
 
+    def clear(self) -> None:
+        """Forget what was kept of sequences that are closed."""
+        return
+
 
 @dataclass(slots=True)
 class _State:
     """The draft model's side of one sequence: its cache is a prefix of ids + draft."""
 
     cache: Cache
+    ids: Sequence[int]  # as of the last commit
     reason: str | None = None
 
 
@@ -79,32 +94,45 @@ class ModelDrafter(Drafter):
         backend: The draft model.
         target_vocab: The target's vocabulary. An id that means something else in the draft is
             never proposed.
+        keep_caches: How many caches of closed sequences to keep, for texts that begin alike.
 
     Raises:
         VocabularyMismatchError: The two models have different tokenizers.
     """
 
-    def __init__(self, backend: ModelBackend, target_vocab: Vocabulary) -> None:
+    def __init__(
+        self, backend: ModelBackend, target_vocab: Vocabulary, *, keep_caches: int = 0
+    ) -> None:
         self.backend = backend
+        self._kept = KeptCaches(backend, keep_caches)
         self._shared = shared_ids(target_vocab, backend.vocab)
         self._num_tokens = min(target_vocab.num_tokens, backend.vocab.num_tokens)
         self._foreign = [i for i in range(self._num_tokens) if i not in self._shared]
 
     @override
     def open(self, prompt_ids: Sequence[int]) -> _State:
-        """Read the prompt, all but its last id, unless the draft can't follow it."""
-        state = _State(self.backend.new_cache(), self._why_not(len(prompt_ids), prompt_ids))
-        try:
-            if state.reason is None:
-                prefill(self.backend, state.cache, prompt_ids[:-1])
-        except BaseException:
-            state.cache.close()
-            raise
-        return state
+        """Find or make a cache; a prompt that the draft can't follow isn't read."""
+        reason = self._why_not(len(prompt_ids), prompt_ids)
+        cache = self.backend.new_cache() if reason else self._kept.take(prompt_ids)
+        return _State(cache, prompt_ids, reason)
+
+    @override
+    def lag(self, state: _State, ids: Sequence[int]) -> int:
+        """One id is always left for the next draft, and one more after a round in which all stood."""
+        return 0 if state.reason else max(0, len(ids) - len(state.cache) - 2)
+
+    @override
+    def catch_up(self, state: _State, ids: Sequence[int]) -> None:
+        """Read all but the last id."""
+        unread = ids[len(state.cache) : -1]
+        state.reason = state.reason or self._why_not(len(ids), unread)
+        if state.reason is None:
+            prefill(self._kept.forward, state.cache, unread)
 
     @override
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft in step: one forward per position over all sequences that still draft."""
+        replayed = [num_replayed(request.state.cache) for request in requests]
         tokens: list[list[int]] = [[] for _ in requests]
         forwards = [0] * len(requests)
         live: list[tuple[int, Cache, Sequence[int], int]] = []
@@ -117,7 +145,7 @@ class ModelDrafter(Drafter):
                 live.append((index, state.cache, unread, min(wanted, room)))
         while live:
             batch = [Span(cache, fed, 1) for _, cache, fed, _ in live]
-            rows = self.backend.forward(batch)
+            rows = self._kept.forward(batch)
             going: list[tuple[int, Cache, Sequence[int], int]] = []
             for (index, cache, _, wanted), row in zip(live, rows, strict=True):
                 forwards[index] += 1
@@ -132,20 +160,31 @@ class ModelDrafter(Drafter):
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [
-            Draft(draft, forward_ct, request.state.reason)
-            for draft, forward_ct, request in zip(tokens, forwards, requests, strict=True)
+            Draft(draft, count, request.state.reason, num_replayed(request.state.cache) - before)
+            for draft, count, request, before in zip(
+                tokens, forwards, requests, replayed, strict=True
+            )
         ]
 
     @override
     def commit(self, state: _State, ids: Sequence[int]) -> None:
         """Roll back to what stood."""
         if len(state.cache) >= len(ids):
-            self.backend.crop(state.cache, len(ids) - 1)
+            crop_to(self.backend, state.cache, len(ids) - 1)
+        state.ids = ids
 
     @override
     def close(self, state: _State) -> None:
-        """Give the cache back."""
-        state.cache.close()
+        """Keep the cache, or give it back where a round was broken off."""
+        if len(state.cache) < len(state.ids):
+            self._kept.give(state.cache, state.ids)
+        else:
+            state.cache.close()
+
+    @override
+    def clear(self) -> None:
+        """Close the caches that are kept."""
+        self._kept.clear()
 
     def _why_not(self, num_ids: int, unread: Sequence[int]) -> str | None:
         """Why the draft can't follow a sequence, if so."""
@@ -155,7 +194,7 @@ class ModelDrafter(Drafter):
                 f"the draft's context of {limit} tokens is full: "
                 "a draft with a longer one would keep drafting"
             )
-        if max(unread) >= size:
+        if unread and max(unread) >= size:
             return f"the text holds id {max(unread)} and the draft knows {size} ids only"
         return None
 

@@ -3,21 +3,22 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from specdec.backend import Cache, ModelBackend, Span
+from specdec.backend import Cache, Logits, Span
 
-__all__ = ["OnPrefill", "prefill"]
+__all__ = ["Forward", "OnPrefill", "prefill"]
 
+Forward: TypeAlias = Callable[[Sequence[Span]], list[Logits]]
 OnPrefill: TypeAlias = Callable[[int, int], None]
 
 CHUNK = 512  # ids per forward: bounds the memory of activations, and wide enough to be quick
 
 
 def prefill(
-    backend: ModelBackend, cache: Cache, ids: Sequence[int], progress: OnPrefill | None = None
+    forward: Forward, cache: Cache, ids: Sequence[int], progress: OnPrefill | None = None
 ) -> None:
     """Feed ``ids`` without asking for rows, and report ``(done, total)`` after each chunk."""
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
-        backend.forward([Span(cache, chunk, 0)])
+        forward([Span(cache, chunk, 0)])
         if progress is not None:
             progress(start + len(chunk), len(ids))

@@ -89,10 +89,8 @@ class Request:
     num_logprobs: int | None
     drafter: Drafter | None = None  # None: decode it plainly, for the reason in the statistics
     policy: FixedLength = field(default_factory=lambda: FixedLength(0))
-    lag: int = 0  # ids that the drafter hasn't read
     exact: int = 0  # tokens of the cache that plain decoding would have written alike
     cache: Cache = field(init=False)
-    is_open: bool = False  # for the drafter, which reads a text when it is first asked
     draft_state: Any = None
 
     def commit(self, tokens: Sequence[int], num_correct: int, logits: Logits) -> None:

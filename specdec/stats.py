@@ -16,6 +16,7 @@ class Stats:
 
     Attributes:
         prompt_tokens: Ids of the prompt.
+        cached_tokens: How many of them the target had read before, for an earlier text.
         completion_tokens: New ids that were put out.
         verify_ct: Rounds.
         target_forward_ct: Target forwards after the prompt: rounds and plain steps.
@@ -24,6 +25,7 @@ class Stats:
         num_correct_drafts: Those that stood.
         accept_histogram: ``accept_histogram[n]`` is the number of rounds in which n drafts stood.
         propose_histogram: ``propose_histogram[n]`` is the number of rounds with n drafts.
+        replayed_ct: Ids that either model read again, because it can't go back otherwise.
         strict_ct: Choices so close that a forward over one token decided them (``strict=True``).
         predicted_speedup: What the measured costs and this text's acceptance promised over plain
             decoding, where the number of drafts was chosen by them.
@@ -38,6 +40,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     verify_ct: int = 0
     target_forward_ct: int = 0
@@ -46,6 +49,7 @@ class Stats:
     num_correct_drafts: int = 0
     accept_histogram: list[int] = field(default_factory=list)
     propose_histogram: list[int] = field(default_factory=list)
+    replayed_ct: int = 0
     strict_ct: int = 0
     predicted_speedup: float | None = None
     prefill_seconds: float = 0.0
@@ -90,6 +94,7 @@ class Stats:
         """Enter one target forward that checked ``draft``, of which ``num_correct`` ids stood."""
         self.target_forward_ct += 1
         self.draft_forward_ct += draft.forward_ct
+        self.replayed_ct += draft.replayed_ct
         self.reason = draft.reason or self.reason
         if draft.token_ids:
             self.verify_ct += 1

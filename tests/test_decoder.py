@@ -93,6 +93,7 @@ def test_output_is_plain_decodings(case: Case, num_draft_tokens: Length) -> None
     for draft in (case.draft, case.target, None):
         decoder = SpeculativeDecoder(case.target, draft, num_draft_tokens=num_draft_tokens)
         assert outcome(decoder.generate(case.prompt, **case.options)) == expected
+        decoder.clear()
         assert case.target.open_caches == case.draft.open_caches == 0
 
 
@@ -106,6 +107,7 @@ def test_no_clock_changes_the_output(case: Case, seed: int, strict: bool) -> Non
     expected = plainly(case)
     for _ in range(3):
         assert outcome(decoder.generate(case.prompt, **case.options)) == expected
+    decoder.clear()
     assert case.target.open_caches == case.draft.open_caches == 0
 
 
@@ -156,12 +158,15 @@ def test_a_batch_is_its_single_runs(
 ) -> None:
     size, limit = len(case.target.vocab.tokens), case.target.max_context
     prompts = [[(3 * n + i) % size for i in range(min(n, limit))] for n in lengths]
-    decoder = SpeculativeDecoder(case.target, case.draft, num_draft_tokens=num_draft_tokens)
+    decoder = SpeculativeDecoder(
+        case.target, case.draft, num_draft_tokens=num_draft_tokens, keep_caches=0
+    )
     alone = [decoder.generate(prompt, **case.options) for prompt in prompts]
     together = decoder.generate_batch(prompts, max_batch=max_batch, **case.options)
     assert [outcome(r) for r in together] == [outcome(r) for r in alone]
     if num_draft_tokens != "auto":
         assert [counters(r) for r in together] == [counters(r) for r in alone]
+    decoder.clear()
     assert case.target.open_caches == case.draft.open_caches == 0
 
 
@@ -261,7 +266,9 @@ def test_repeated_calls_are_alike() -> None:
     decoder = SpeculativeDecoder(target, target.sibling(0.4), num_draft_tokens=4)
     results = [decoder.generate([1, 2], max_new_tokens=30) for _ in range(20)]
     assert all(outcome(r) == outcome(results[0]) for r in results)
-    assert all(counters(r) == counters(results[0]) for r in results)
+    assert [r.stats.cached_tokens for r in results] == [0] + 19 * [1]
+    assert all(counters(r) == counters(results[1]) for r in results[1:])
+    decoder.clear()
     assert target.open_caches == 0
 
 
@@ -272,7 +279,7 @@ def test_a_fault_at_any_call_leaves_the_decoder_as_new(faulty: str, fault: BaseE
     draft = target.sibling(0.4)
     backend = {"target": target, "draft": draft}[faulty]
     backend.fault = fault
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3)
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, keep_caches=0)
     prompts = [[1, 2, 3], [4], [0, 5]]
     expected = decoder.generate_batch(prompts, max_new_tokens=8, max_batch=2)
     for call in range(backend.call_ct):
@@ -295,6 +302,7 @@ def test_a_stream_closed_at_any_token_leaves_the_decoder_as_new() -> None:
         for _ in range(number):
             next(stream)
         stream.close()
+        decoder.clear()
         assert target.open_caches == 0
         assert stream.result is None
         assert list(stream) == []
@@ -376,6 +384,7 @@ def test_the_last_slot_of_the_context() -> None:
         assert (len(result.token_ids), result.finish_reason) == (4, "context")
         with pytest.raises(ContextFullError, match=r"has 9 tokens and the target's context is 8"):
             decoder.generate([1] * 9)
+        decoder.clear()
     assert target.open_caches == 0
 
 
@@ -529,7 +538,9 @@ def test_every_sequence_is_closed_once_even_if_closing_fails() -> None:
 
     target, drafter = TableBackend.random(6, seed=3), Sticky()
     with pytest.raises(RuntimeError, match="stuck"):
-        SpeculativeDecoder(target, drafter).generate_batch([[1], [2], [3]], max_new_tokens=5)
+        SpeculativeDecoder(target, drafter, keep_caches=0).generate_batch(
+            [[1], [2], [3]], max_new_tokens=5
+        )
     assert sorted(drafter.closed) == [1, 2, 3]
     assert target.open_caches == 0
 

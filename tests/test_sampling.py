@@ -413,6 +413,7 @@ def test_output_is_plain_samplings(case: Case, num_draft_tokens: int) -> None:
     assert [event.logprob for event in events] == [
         own.logprob for own in stream.result.logprobs or []
     ]
+    del decoder, stream
     assert case.target.open_caches == case.draft.open_caches == 0
 
 

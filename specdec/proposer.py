@@ -1,0 +1,111 @@
+"""The drafter's side of a round: asked as the policy says, checked, and timed."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from specdec.drafters import Draft, Drafter, DraftRequest
+from specdec.policy import READ_TOKENS, Costs
+from specdec.request import Request
+
+__all__ = ["Proposer"]
+
+TRIAL_TOKENS = 3
+
+
+class Proposer:
+    """Gets drafts for the sequences of a round.
+
+    Args:
+        drafter: Where they come from.
+        num_ids: The size of the target's vocabulary.
+        costs: Where its times are entered.
+        clock: In seconds.
+        stops_early: Whether a drafter may be told to stop when it is unsure. Block verification
+            takes the length of a block as given beforehand.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_ids: int,
+        costs: Costs,
+        clock: Callable[[], float],
+        *,
+        stops_early: bool,
+    ) -> None:
+        self.drafter = drafter
+        self._num_ids = num_ids
+        self._costs = costs
+        self._clock = clock
+        self._stops_early = stops_early
+
+    def requests(self, active: Sequence[Request], limits: Sequence[int]) -> dict[int, DraftRequest]:
+        """What to ask for, by the number of the sequence. Who lags far behind reads first."""
+        requests = {}
+        for index, (sequence, limit) in enumerate(zip(active, limits, strict=True)):
+            if sequence.drafter is None:
+                continue
+            lag = self.drafter.lag(sequence.draft_state, sequence.ids)
+            wanted = sequence.policy.wanted(limit, lag, len(active))
+            if wanted > 0:
+                self._catch_up(sequence, lag)
+                go_on = sequence.policy.go_on if self._stops_early else None
+                requests[index] = self._request(sequence, wanted, go_on)
+        return requests
+
+    def propose(self, num_sequences: int, requests: Mapping[int, DraftRequest]) -> list[Draft]:
+        """One draft per sequence, empty where none was asked for."""
+        answers = dict(zip(requests, self._ask(list(requests.values())), strict=True))
+        return [answers.get(index, Draft(())) for index in range(num_sequences)]
+
+    def try_out(self, sequence: Request, limit: int) -> None:
+        """Draft twice for the times alone; the first may be slow for being the first."""
+        count = min(TRIAL_TOKENS, limit)
+        if count > 0:
+            self._catch_up(sequence, self.drafter.lag(sequence.draft_state, sequence.ids))
+            for _ in range(2):
+                self._ask([self._request(sequence, count, None)])
+                self.drafter.commit(sequence.draft_state, sequence.ids)
+
+    def _request(
+        self, sequence: Request, count: int, go_on: Callable[[float], bool] | None
+    ) -> DraftRequest:
+        return DraftRequest(sequence.draft_state, sequence.ids, count, sequence.sampler, go_on)
+
+    def _catch_up(self, sequence: Request, lag: int) -> None:
+        if lag >= READ_TOKENS:  # fewer are read with the first draft
+            started = self._clock()
+            self.drafter.catch_up(sequence.draft_state, sequence.ids)
+            seconds = self._clock() - started
+            self._costs.count_read(seconds, lag)
+            sequence.stats.prefill_seconds += seconds
+
+    def _ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        lag = sum(self.drafter.lag(request.state, request.ids) for request in requests)
+        started = self._clock()
+        answers = self.drafter.propose(requests)
+        seconds, reading = self._clock() - started, lag * self._costs.read
+        if len(answers) != len(requests):
+            raise ValueError(
+                f"{type(self.drafter).__name__} gave {len(answers)} drafts for "
+                f"{len(requests)} requests: give one each, in order"
+            )
+        drafts = [
+            draft._replace(token_ids=self._checked(draft, request.num_tokens))
+            for draft, request in zip(answers, requests, strict=True)
+        ]
+        if reading < seconds / 2:  # else it tells little of a draft
+            longest = max(1, *(len(draft.token_ids) for draft in drafts))
+            self._costs.count_draft(seconds - reading, longest, len(requests))
+        return drafts
+
+    def _checked(self, draft: Draft, limit: int) -> list[int]:
+        name, size = type(self.drafter).__name__, self._num_ids
+        token_ids = list(map(operator.index, draft.token_ids))
+        if len(token_ids) > limit:
+            raise ValueError(
+                f"{name} proposed {len(token_ids)} tokens where at most {limit} were asked for"
+            )
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
+            raise ValueError(f"{name} proposed {token_ids}, but ids are 0 to {size - 1}")
+        return token_ids

@@ -1,0 +1,178 @@
+"""Caches that outlive their text: only what is new is fed, and nothing else changes."""
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from specdec import SamplingParams, SpeculativeDecoder
+from specdec.backend import Cache, Logits, Span
+from specdec.errors import CropError, RuntimeFailure
+from specdec.reuse import KeptCaches
+from specdec.testing import TableBackend
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@given(
+    prompts=st.lists(TEXTS, min_size=1, max_size=8),
+    keep_caches=st.integers(0, 3),
+    num_draft_tokens=st.sampled_from([0, 1, 4, "auto"]),
+    seed=st.none() | st.integers(0, 9),
+    together=st.booleans(),
+)
+def test_nothing_that_was_kept_changes_a_token(
+    prompts: list[list[int]],
+    keep_caches: int,
+    num_draft_tokens: int,
+    seed: int | None,
+    together: bool,
+) -> None:
+    target = TableBackend.random(3, seed=2, max_context=24)
+    draft = target.sibling(0.3)
+    sampling = None if seed is None else SamplingParams(temperature=1, seed=seed)
+    plain = SpeculativeDecoder(target, keep_caches=0)
+    expected = [plain.generate(p, max_new_tokens=7, sampling=sampling).token_ids for p in prompts]
+    decoder = SpeculativeDecoder(
+        target, draft, num_draft_tokens=num_draft_tokens, keep_caches=keep_caches
+    )
+    if together:
+        results = decoder.generate_batch(prompts, max_batch=3, max_new_tokens=7, sampling=sampling)
+    else:
+        results = [decoder.generate(p, max_new_tokens=7, sampling=sampling) for p in prompts]
+    assert [result.token_ids for result in results] == expected
+    assert target.open_caches <= keep_caches
+    assert draft.open_caches <= keep_caches
+    decoder.clear()
+    assert target.open_caches == draft.open_caches == 0
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_a_turn_of_a_chat_costs_what_is_new_in_it(num_draft_tokens: int) -> None:
+    target = TableBackend.random(7, seed=4, max_context=2048)
+    draft = target.sibling(0.2)
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens)
+    text = [1, 2, 3] * 100
+    for turn in range(5):
+        before = target.fed_ct, draft.fed_ct
+        result = decoder.generate(text, max_new_tokens=20)
+        stats = result.stats
+        fed, drafted = target.fed_ct - before[0], draft.fed_ct - before[1]
+        new = len(text) if turn == 0 else 9
+        assert stats.cached_tokens == (0 if turn == 0 else len(text) - 10)
+        assert fed == new - 1 + stats.target_forward_ct + stats.num_proposed_drafts + (turn > 0)
+        if num_draft_tokens:
+            assert drafted <= new + stats.num_proposed_drafts + stats.verify_ct + 2
+        text = [*text, *result.token_ids, *[turn] * 9]
+
+
+def test_an_edited_prompt_is_read_from_the_edit_on() -> None:
+    target = TableBackend.random(7, seed=4, max_context=512)
+    decoder = SpeculativeDecoder(target)
+    decoder.generate([1] * 100, max_new_tokens=3)
+    assert decoder.generate([1] * 60 + [2] * 40, max_new_tokens=3).stats.cached_tokens == 60
+
+
+def test_conversations_that_begin_alike_keep_their_own() -> None:
+    target = TableBackend.random(9, seed=4, max_context=512)
+    decoder = SpeculativeDecoder(target, keep_caches=2)
+    texts = [[0] * 10 + [1] * 50, [0] * 10 + [2] * 50]
+    for text in texts:
+        assert decoder.generate(text, max_new_tokens=1).stats.cached_tokens == 0
+    for text in texts:
+        assert decoder.generate([*text, 3], max_new_tokens=1).stats.cached_tokens == 60
+    third = decoder.generate([0] * 10 + [4] * 50, max_new_tokens=1)  # takes the oldest
+    assert third.stats.cached_tokens == 10
+    assert target.open_caches == 2
+
+
+def test_a_stream_that_is_closed_early_leaves_its_cache_to_the_next() -> None:
+    target = TableBackend.random(7, seed=4)
+    decoder = SpeculativeDecoder(target, target.sibling(0.2), num_draft_tokens=3)
+    stream = decoder.stream([1, 2, 3], max_new_tokens=30)
+    said = [next(stream).token_id for _ in range(6)]
+    stream.close()
+    text = [1, 2, 3, *said]
+    assert decoder.generate(text, max_new_tokens=5).stats.cached_tokens == len(text) - 1
+
+
+def test_a_decoder_that_is_dropped_closes_them() -> None:
+    target = TableBackend.random(7)
+    decoder = SpeculativeDecoder(target)
+    decoder.generate([1, 2, 3], max_new_tokens=5)
+    assert target.open_caches == 1
+    del decoder
+    gc.collect()
+    assert target.open_caches == 0
+
+
+def test_after_a_fault_no_cache_of_that_call_is_kept() -> None:
+    target = TableBackend.random(7)
+    decoder = SpeculativeDecoder(target)
+    target.fault, target.fail_at = KeyboardInterrupt(), 3
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([1, 2, 3], max_new_tokens=9)
+    assert target.open_caches == 0
+
+
+class Crowded(TableBackend):
+    """Has no memory for more than one open cache."""
+
+    @override
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        if self.open_caches > 1:
+            raise RuntimeFailure("out of memory")
+        return super().forward(batch)
+
+
+def test_kept_caches_give_way_where_memory_is_short() -> None:
+    target = Crowded(TableBackend.random(7, seed=1).table)
+    decoder = SpeculativeDecoder(target)
+    for token in range(4):
+        assert decoder.generate([token] * 9, max_new_tokens=4).stats.cached_tokens == 0
+    with pytest.raises(RuntimeFailure, match="out of memory"):
+        decoder.generate_batch([[1], [2]], max_new_tokens=4)
+
+
+class Stubborn(TableBackend):
+    """Cuts nothing."""
+
+    @override
+    def crop(self, cache: Cache, length: int) -> None:
+        if length < len(cache):
+            raise CropError("no")
+
+
+def test_what_cant_be_cut_back_is_read_anew() -> None:
+    target = Stubborn(TableBackend.random(7, seed=1).table)
+    kept = KeptCaches(target, 2)
+    cache = target.new_cache()
+    target.forward([Span(cache, [1, 2, 3, 4], 0)])
+    kept.give(cache, [1, 2, 3, 4, 5])
+    assert len(kept.take([1, 2, 3, 5])) == 0
+    assert target.open_caches == 1
+
+
+class Lazy(TableBackend):
+    """Says nothing and does nothing, or too much."""
+
+    off = 0
+
+    @override
+    def crop(self, cache: Cache, length: int) -> None:
+        if self.off and length > 1:
+            super().crop(cache, length - self.off)
+
+
+@pytest.mark.parametrize("off", [0, 1])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_crop_that_isnt_done_ends_the_generation(off: int, side: str) -> None:
+    target = TableBackend.random(7, seed=1)
+    lazy = Lazy(target.table if side == "target" else target.sibling(0.5).table)
+    lazy.off = off
+    pair = (lazy, target.sibling(0.5)) if side == "target" else (target, lazy)
+    with pytest.raises(CropError, match=r"asked to cut a cache to \d+ tokens and left \d+"):
+        SpeculativeDecoder(*pair, num_draft_tokens=4).generate([1, 2], max_new_tokens=60)
