@@ -15,7 +15,7 @@ from specdec.backend import ModelBackend
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters import Drafter
 from specdec.prefill import prefill
-from specdec.rounding import deviation, forward_rows, rounding_limit, spread
+from specdec.rounding import deviation, gap_change, read_by_width, rounding_limit, spread
 from specdec.sampling import Sampler, SamplingParams
 from specdec.vocab import Prompt, encode_prompt
 
@@ -23,7 +23,6 @@ __all__ = ["Comparison", "Difference", "compare", "judge"]
 
 WIDTHS = (2, 5, 9)  # to measure rounding with, beside the widest forward of the run
 ROWS = 24  # to measure it over, at least
-TOP = 8  # what rounding does to improbable tokens, which are many, decides nothing
 MARGIN = 2.0  # what is measured is a sample: the run's forwards had other widths in another order
 FEW_EPS = 8 * float(np.finfo(np.float32).eps)  # of the scores: a tie even where rows are equal
 
@@ -125,11 +124,13 @@ def compare(
     params = sampling or SamplingParams()
     if params.temperature > 0 and params.seed is None:
         params = replace(params, seed=secrets.randbits(63))
-    plain = SpeculativeDecoder(target)
-    fast = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens)
-    exact = fast
-    if strict:
-        exact = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens, strict=True)
+    plain = SpeculativeDecoder(target, keep_caches=0)
+    fast, exact = (
+        SpeculativeDecoder(
+            target, draft, num_draft_tokens=num_draft_tokens, strict=it, keep_caches=0
+        )
+        for it in (False, strict)
+    )
     for prompt in prompts:
         ids = encode_prompt(target.vocab, prompt)
         expected, *found = (
@@ -257,36 +258,23 @@ def measured_rounding(
 ) -> Rounding:
     """Read a text again, as plain decoding does and in wider forwards.
 
-    Not at one position only: some rows happen to be equal. And each from its own cache: what a wide
-    forward leaves there has been rounded otherwise too, and changes the rows behind it.
+    Not at one position only: some rows happen to be equal.
     """
     held = len(prompt_ids) - 1
     tails = plain[position:], speculative[position:]
     text = [prompt_ids[-1], *plain[:position], *max(tails, key=len)]
     text += (text * ROWS)[: max(0, ROWS - len(text))]
     text = text[: target.max_context - held]
-    wide_rows, far = [], [(0.0, 0.0)]
+    here, far = [], []
     with closing(target.new_cache()) as cache:
-        prefill(target, cache, prompt_ids[:-1])
-        narrow = [forward_rows(target, cache, [token])[0] for token in text]
-        for width in sorted({width for width in widths if width > 1}):
-            target.crop(cache, held)
-            for start in range(0, len(text), width):
-                rows = forward_rows(target, cache, text[start : start + width])
-                for row, wide in zip(narrow[start:], rows, strict=False):
-                    far.append((gap_change(row, wide), deviation(row, wide) / spread(row)))
-                if start <= position < start + width:
-                    wide_rows.append(rows[position - start])
+        prefill(target.forward, cache, prompt_ids[:-1])
+        several = sorted({2, *(width for width in widths if width > 1)})
+        for _, place, row, wide in read_by_width(target, cache, text, several):
+            far.append((gap_change(row, wide), deviation(row, wide) / spread(row)))
+            if place == position:
+                here.append((row, wide))
     change, relative = (max(each) for each in zip(*far, strict=True))
-    return Rounding(narrow[position], wide_rows, change, relative)
-
-
-def gap_change(row: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """The most that a gap between the best token of a row and the next ones is another there."""
-    top = np.argsort(row)[-TOP:]
-    top = top[np.isfinite(row[top]) & np.isfinite(other[top])]
-    changes = row[top] - other[top]
-    return float(np.abs(changes - changes[-1]).max()) if len(top) else 0.0
+    return Rounding(here[0][0], [wide for _, wide in here], change, relative)
 
 
 def could_choose(

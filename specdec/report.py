@@ -4,9 +4,11 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from specdec.backend import ModelBackend, Span
 from specdec.decoder import SpeculativeDecoder
-from specdec.errors import VocabularyMismatchError
+from specdec.errors import LogitsError, VocabularyMismatchError
 from specdec.policy import best_length, break_even
 from specdec.rounding import (
     Stability,
@@ -20,7 +22,7 @@ from specdec.rounding import (
 )
 from specdec.vocab import shared_ids
 
-__all__ = ["Expectation", "ModelFacts", "PairCosts", "PairReport", "examine", "model_facts"]
+__all__ = ["Expectation", "ModelFacts", "PairCosts", "PairReport", "counted", "examine"]
 
 MAX_DRAFT_TOKENS = 16
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -149,7 +151,7 @@ class PairReport:
             gain = width * plain / costs.verify_ms[width]
             return (
                 f"there is no draft; one that cost nothing and was always right would bring up to "
-                f"{gain:.1f}x here, with {width - 1} tokens"
+                f"{gain:.1f}x here, with {counted(width - 1, 'token')}"
             )
         if costs.draft_ms is None:
             return f"nothing was drafted, so nothing can be said of its costs: {self.idle}"
@@ -163,9 +165,7 @@ class PairReport:
         if not usual.num_draft_tokens:
             hope = "at 70 % expect no gain"
         else:
-            tokens = (
-                "1 token" if usual.num_draft_tokens == 1 else f"{usual.num_draft_tokens} tokens"
-            )
+            tokens = counted(usual.num_draft_tokens, "token")
             hope = f"at 70 % expect {usual.speedup:.1f}x with {tokens}"
         return f"this pair pays from {100 * self.break_even:.0f} % acceptance; {hope}"
 
@@ -197,7 +197,11 @@ def examine(target: ModelBackend, draft: ModelBackend | None) -> Iterator[PairRe
         return
 
     limit = rounding_limit(target.info())
-    stability = tuple(row_stability(target, ids))
+    try:
+        stability = tuple(row_stability(target, ids))
+    except LogitsError:
+        yield replace(report, problem=nan_problem("target"))
+        return
     report = replace(report, stability=stability, rounding_limit=limit)
     worst = max(stability, key=lambda one: one.relative, default=None)
     if worst is not None and worst.relative > limit:
@@ -216,9 +220,9 @@ def with_costs(
     report: PairReport, target: ModelBackend, draft: ModelBackend | None, ids: list[int]
 ) -> PairReport:
     """The report with what decoding takes, and what follows."""
-    trial = SpeculativeDecoder(target, draft, num_draft_tokens=4)
+    trial = SpeculativeDecoder(target, draft, num_draft_tokens=4, keep_caches=0)
     proposed = trial.generate(ids, max_new_tokens=ROUNDS).stats
-    decoder = SpeculativeDecoder(target, draft, max_draft_tokens=MAX_DRAFT_TOKENS)
+    decoder = SpeculativeDecoder(target, draft, max_draft_tokens=MAX_DRAFT_TOKENS, keep_caches=0)
     costs = decoder.calibrate(ids, seconds=1.0, widths=WIDTHS)
     for _ in range(2):  # each measures a draft once
         decoder.calibrate(ids, seconds=0.0, widths=WIDTHS[:1])
@@ -230,7 +234,7 @@ def with_costs(
         verify_ms={width: unit * costs.verify(width) for width in costs.widths},
         draft_ms=unit * costs.draft if drafts else None,
         read_ms=unit * costs.read if drafts else None,
-        rest_ms=unit * costs.rest,
+        rest_ms=unit * costs.rest(drafting=drafts),
     )
     if not drafts:
         return replace(report, costs=found, idle=proposed.reason)
@@ -274,11 +278,24 @@ def crop_problem(backend: ModelBackend, name: str) -> str | None:
         except Exception as error:  # whatever it is, it is the answer
             return f"the {name} can't crop its cache: {error or type(error).__name__}"
         if len(cache) != count:
-            return f"the {name}'s cache holds {len(cache)} tokens after a crop to {count}"
+            held = counted(len(cache), "token")
+            return f"the {name}'s cache holds {held} after a crop to {count}"
         expected = forward_rows(backend, straight, end)
         rows = forward_rows(backend, cache, end)
+    if np.isnan(expected).any() or np.isnan(rows).any():
+        return nan_problem(name)
     limit = rounding_limit(backend.info())
     pairs = zip(expected, rows, strict=True)
     if any(deviation(row, other) > limit * spread(row) for row, other in pairs):
         return f"the {name}'s rows are other ones after a crop of its cache"
     return None
+
+
+def nan_problem(name: str) -> str:
+    """What to say of a model whose rows hold NaN."""
+    return f"the {name}'s rows hold NaN: it overflowed or its weights are broken; try another dtype"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """So many of a thing, in words; by default an s makes many of one."""
+    return f"{count} {one if count == 1 else many or f'{one}s'}"

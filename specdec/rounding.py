@@ -5,23 +5,29 @@ then, so its scores may differ a little from those of plain decoding. A little, 
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
-from array_api_compat import is_numpy_array, to_device
+from array_api_compat import to_device
 from numpy.typing import NDArray
 
-from specdec.backend import Cache, ModelBackend, Span
+from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.errors import LogitsError
+from specdec.verify import on_host
 from specdec.vocab import Vocabulary
 
 __all__ = [
     "Stability",
+    "as_numpy",
     "deviation",
     "forward_rows",
+    "gap_change",
     "random_ids",
+    "read_by_width",
     "rounding_limit",
     "row_stability",
     "sample_ids",
@@ -32,6 +38,8 @@ __all__ = [
 # flash attention off. Rows of another text differ by several spreads.
 EXACT, LOOSE = 1e-3, 1.0
 FULL_PRECISION = ("float32", "float64", "f32", "f64")
+
+TOP = 8  # what rounding does to improbable tokens, which are many, decides nothing
 
 TEXT = (
     "The harbour lay quiet in the early light. Two boats had come back before dawn, and the men "
@@ -73,6 +81,9 @@ def row_stability(
     """Compare rows by width on ``ids``, block by block until ``seconds`` are over.
 
     The first block is always finished. Widths that ``ids`` are too short for are left out.
+
+    Raises:
+        LogitsError: A row holds a NaN.
     """
     started = perf_counter()
     widths = [width for width in widths if width <= len(ids)]
@@ -83,34 +94,67 @@ def row_stability(
             if start and perf_counter() - started > seconds:
                 break
             part = ids[start : start + block]
-            narrow = [forward_rows(backend, cache, [token])[0] for token in part]
-            for width in widths:
-                backend.crop(cache, start)
-                for at in range(0, block - width + 1, width):
-                    wide = forward_rows(backend, cache, part[at : at + width])
-                    for row, other in zip(narrow[at : at + width], wide, strict=True):
-                        far = deviation(row, other)
-                        flip = int(row.argmax()) != int(other.argmax())
-                        found[width].append((far, far / spread(row), flip))
+            for width, position, row, other in read_by_width(backend, cache, part, widths):
+                far = deviation(row, other)
+                if math.isinf(far) and np.isnan([row, other]).any():
+                    raise LogitsError("rows hold NaN")
+                if position < block // width * width:  # the last forward may be a narrower one
+                    flip = int(row.argmax()) != int(other.argmax())
+                    found[width].append((far, far / spread(row), flip))
             backend.crop(cache, start)
             backend.forward([Span(cache, part, 0)])
     return [
-        Stability(
-            width,
-            len(rows),
-            max(far for far, _, _ in rows),
-            max(relative for _, relative, _ in rows),
-            sum(flip for _, _, flip in rows),
-        )
+        Stability(width, len(rows), max(far), max(relative), sum(flips))
         for width, rows in found.items()
+        for far, relative, flips in [zip(*rows, strict=True)]
     ]
+
+
+class Pair(NamedTuple):
+    """The rows of one id by a forward over one token and by a wider one."""
+
+    width: int
+    position: int  # of the id in what was read
+    row: NDArray[np.float32]
+    wide: NDArray[np.float32]
+
+
+def read_by_width(
+    backend: ModelBackend, cache: Cache, ids: Sequence[int], widths: Sequence[int]
+) -> Iterator[Pair]:
+    """Read ``ids`` behind what a cache holds: one by one, then by forwards of each width.
+
+    Each width from the same start: what a wide forward leaves in a cache has been rounded otherwise
+    too, and changes the rows behind it.
+    """
+    held = len(cache)
+    narrow = [forward_rows(backend, cache, [token])[0] for token in ids]
+    for width in widths:
+        backend.crop(cache, held)
+        for start in range(0, len(ids), width):
+            rows = forward_rows(backend, cache, ids[start : start + width])
+            for position, wide in enumerate(rows, start):
+                yield Pair(width, position, narrow[position], wide)
 
 
 def forward_rows(backend: ModelBackend, cache: Cache, ids: Sequence[int]) -> NDArray[np.float32]:
     """Feed ``ids``; the row of each of its real tokens' scores, ``(n, num_tokens)``, copied."""
     (rows,) = backend.forward([Span(cache, ids, len(ids))])
-    host = np.asarray(rows if is_numpy_array(rows) else to_device(rows, "cpu"))
-    return host[:, : backend.vocab.num_tokens].copy()
+    return as_numpy(rows)[:, : backend.vocab.num_tokens].copy()
+
+
+def as_numpy(rows: Logits) -> NDArray[np.float32]:
+    """Rows on the host, wherever they live."""
+    rows = on_host(rows)
+    return rows if isinstance(rows, np.ndarray) else np.asarray(to_device(rows, "cpu"))
+
+
+def gap_change(row: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """The most that a gap between the best token of a row and the next ones is another there."""
+    top = np.argsort(row)[-TOP:]
+    top = top[np.isfinite(row[top]) & np.isfinite(other[top])]
+    changes = row[top] - other[top]
+    return float(np.abs(changes - changes[-1]).max()) if len(top) else 0.0
 
 
 def deviation(row: NDArray[np.float32], other: NDArray[np.float32]) -> float:

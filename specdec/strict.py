@@ -8,22 +8,21 @@ Elsewhere the inexact part of the cache is written once more, token by token.
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
-from array_api_compat import array_namespace, to_device
-from numpy.typing import NDArray
+from array_api_compat import array_namespace
 
-from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.backend import Logits, ModelBackend, Span
 from specdec.drafters import Draft
 from specdec.request import Request
+from specdec.rounding import as_numpy, gap_change, read_by_width
 from specdec.sampling import largest
-from specdec.verify import on_host
 
 __all__ = ["StrictChoices"]
 
 LEARNT = 32  # tokens to measure on
 WIDTHS = (2, 4, 8, 16)
-RIVALS = 8  # best scores of a row whose distances from the best are compared
 MARGIN = 1.25  # what comes may be a little more than what was seen
 
 
@@ -45,29 +44,19 @@ class StrictChoices:
         if self.rounding is not None:
             return
         ids = (list(ids) * LEARNT)[: min(LEARNT, self.target.max_context)]
-        cache = self.target.new_cache()
-        try:
-            exact = [as_numpy(self._row(cache, token)).copy() for token in ids]
-            rounding = 0.0
-            for width in self._widths:
-                self.target.crop(cache, 0)
-                for start in range(0, len(ids), width):
-                    part = ids[start : start + width]
-                    (rows,) = self.target.forward([Span(cache, part, len(part))])
-                    for row, exact_row in zip(as_numpy(rows), exact[start:], strict=False):
-                        rounding = max(rounding, moved(row, exact_row))
-            self.rounding = rounding
-        finally:
-            cache.close()
+        with closing(self.target.new_cache()) as cache:
+            pairs = read_by_width(self.target, cache, ids, self._widths)
+            self.rounding = max(gap_change(row, wide) for *_, row, wide in pairs)
 
     def decide(
         self, active: Sequence[Request], drafts: Sequence[Draft], rows: Sequence[Logits]
     ) -> tuple[list[Draft], list[Logits]]:
-        """End every draft at its first close choice, and give that one an exact row."""
+        """End every draft at its first close choice; up to there its rows become exact ones."""
         drafts, rows = list(drafts), list(rows)
         close = {}
         for index, sequence in enumerate(active):
             token_ids, held = drafts[index].token_ids, len(sequence.ids) - 1
+            sequence.exact = min(sequence.exact, held)  # an exact row may have refused a draft
             if not token_ids and sequence.exact == held and len(active) == 1:
                 sequence.exact += 1  # as plain decoding does it
                 continue
@@ -75,19 +64,22 @@ class StrictChoices:
             if position is not None:
                 close[index] = position
         if close:  # the next forward may end their life
-            rows = [array_namespace(row).asarray(row, copy=True) for row in rows]
+            rows = [copied(row) for row in rows]
         for index, position in close.items():
-            sequence, token_ids, wide = active[index], drafts[index].token_ids, rows[index]
+            sequence, token_ids = active[index], drafts[index].token_ids
             text = [*sequence.ids, *token_ids[:position]]
             self.target.crop(sequence.cache, sequence.exact)
-            for token in text[sequence.exact :]:
-                row = self._row(sequence.cache, token)
+            exact = []
+            for place, token in enumerate(text[sequence.exact :], sequence.exact):
+                (row,) = self.target.forward([Span(sequence.cache, [token], 1)])
+                if place >= len(sequence.ids) - 1:  # of this round
+                    exact.append(copied(row))
             sequence.stats.strict_ct += 1
             sequence.stats.target_forward_ct += len(text) - sequence.exact
             sequence.exact = len(text)
-            off = moved(as_numpy(wide)[position], as_numpy(row))
+            off = gap_change(as_numpy(exact[-1])[0], as_numpy(rows[index])[position])
             self.rounding = max(self.rounding or 0.0, off)
-            rows[index] = array_namespace(wide).concat([wide[:position], row[None]])
+            rows[index] = array_namespace(*exact).concat(exact)
             drafts[index] = drafts[index]._replace(token_ids=token_ids[:position])
         return drafts, rows
 
@@ -108,21 +100,7 @@ class StrictChoices:
                 return None
         return None
 
-    def _row(self, cache: Cache, token: int) -> Logits:
-        """As plain decoding has it."""
-        (rows,) = self.target.forward([Span(cache, [token], 1)])
-        return rows[0]
 
-
-def moved(row: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
-    """The most by which good scores of a row stand nearer to or further from the best."""
-    best = np.argsort(exact)[-RIVALS:]
-    best = best[np.isfinite(exact[best]) & np.isfinite(row[best])]
-    gaps, exact_gaps = row[best] - row[best[-1:]], exact[best] - exact[best[-1:]]
-    return float(np.abs(gaps - exact_gaps).max(initial=0.0))
-
-
-def as_numpy(rows: Logits) -> NDArray[np.float32]:
-    """Rows on the host, wherever they live."""
-    rows = on_host(rows)
-    return rows if isinstance(rows, np.ndarray) else np.asarray(to_device(rows, "cpu"))
+def copied(rows: Logits) -> Logits:
+    """Rows that the next forward leaves alone."""
+    return array_namespace(rows).asarray(rows, copy=True)

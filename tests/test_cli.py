@@ -188,6 +188,54 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("generate", "--max-new-tokens -1", "max_new_tokens must be at least 0"),
+        ("generate", "--max-draft-tokens 0", "max_draft_tokens must be at least 1"),
+        ("generate", "--stop=", "at least one character"),
+        ("generate", "--stop-token-id -1", "--stop-token-id"),
+        ("generate", "--logprobs -1", "--logprobs"),
+        ("generate", "--temperature -1", "temperature must be finite"),
+        ("generate", "--strict --verification block", "leave one of them out"),
+        ("generate", "--n-threads 0", "--n-threads"),
+        ("check", "--n-ctx 0", "--n-ctx"),
+        ("check", "--n-threads -1", "--n-threads"),
+        ("verify", "--max-new-tokens -1", "max_new_tokens must be at least 1"),
+        ("verify", "--temperature -1", "temperature must be finite"),
+        ("verify", "--num-draft-tokens x", "a whole number from 0 on"),
+        ("verify", "--prompts .", "--prompts"),
+        ("verify", f"--prompts {sys.executable}", "no text in UTF-8"),
+        ("verify", "--draft-model none", "nothing to verify without a draft"),
+        ("bench", "--max-new-tokens -1", "max_new_tokens must be at least 1"),
+        ("bench", f"--prompts {sys.executable}", "no text in UTF-8"),
+        ("bench", "--plot a.png --draft-model none", "name a --draft-model"),
+    ],
+)
+def test_bad_values_are_refused_before_models_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, arguments: str, message: str
+) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("models were loaded")
+
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"specdec.cli.{name}.open_pair", load)
+    prompt = ["--prompt", "hi"] if name == "generate" else []
+    done = CliRunner().invoke(app, [name, *prompt, *arguments.split()], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "were loaded" not in done.stderr
+
+
+def test_a_drafts_name_is_read_before_the_target_is_loaded() -> None:
+    pair = ["--target-model", "missing.gguf", "--draft-model", "nosuch:model"]
+    done = CliRunner().invoke(app, ["check", *pair])
+    assert done.exit_code == 2
+    assert "no backend is called 'nosuch'" in done.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     pytest.importorskip("llama_cpp")
     done = run("generate", "--prompt", "hi", "--target-model", "missing.gguf", "--debug")
@@ -249,6 +297,34 @@ def test_every_command_has_help(name: str) -> None:
     assert result.exit_code == 0, result.output
     assert "--debug" in result.stdout
     assert ("--num-draft-tokens" in result.stdout) == (name in ("generate", "bench", "verify"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("check", "11 ids are shared"),
+        ("verify --max-new-tokens 12", "random ids: equal"),
+        ("bench --max-new-tokens 12 --limit 2", "The same tokens came out for every prompt"),
+    ],
+)
+def test_a_backend_of_another_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, said: str
+) -> None:
+    """Found by its entry point, without a tokenizer that could read any shipped prompt."""
+    example = ROOT / "examples" / "custom_backend.py"
+    (tmp_path / "bigram_package.py").write_text(example.read_text())
+    metadata = tmp_path / "bigram_package-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bigram-package\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[specdec.backends]\nbigram = bigram_package:BigramBackend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "the cat sat on the mat and the cat saw the rat and the rat ran to the cat ."
+    models = ["--target-model", f"bigram:{text}", "--draft-model", f"bigram:{text} on the rat"]
+    done = CliRunner().invoke(app, [*name.split(), *models])
+    assert done.exit_code == 0, done.output
+    assert said in done.stdout
 
 
 def test_the_embedded_default(smollm2_gguf: Path) -> None:

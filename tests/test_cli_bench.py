@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ from typer.testing import CliRunner, Result
 
 import specdec.cli.bench as command
 from specdec import ModelBackend, SpeculativeDecoder, Stats
-from specdec.cli.bench import as_cases, bench
+from specdec.cli.bench import bench
+from specdec.cli.cases import Case, as_cases
 from specdec.cli.contest import (
     PARTS,
     PLAIN,
     SPECULATIVE,
-    Case,
     Contestant,
-    Report,
     Run,
     by_decoder,
     by_lengths,
@@ -30,12 +29,14 @@ from specdec.cli.contest import (
     run_contest,
     sweep_points,
 )
+from specdec.cli.figure import draw_speedups, draw_time
+from specdec.cli.results import Report
 from specdec.drafters import Draft, Drafter, DraftRequest
 from specdec.prompts import KindedPrompt, load_prompts, shipped_prompts
 from specdec.testing import TableBackend, VirtualClock
 from specdec.vocab import Vocabulary
 
-CASES = [Case(n, ("odd", "even")[n % 2 == 0], f"text {n}", [n, 0, 1]) for n in range(1, 5)]
+CASES = [Case(n, ("odd", "even")[n % 2 == 0], f"text {n}", [n, 0, 1] * 8) for n in range(1, 5)]
 
 
 def timed_pair(draft_cost: float, noise: float = 0.2) -> tuple[TableBackend, TableBackend]:
@@ -142,7 +143,7 @@ def test_a_loss_by_reading_prompts_is_called_so() -> None:
     target, draft = timed_pair(0.1)
     clock = target.clock
     draft.cost = lambda width: 0.1 if width < 3 else 100.0  # prompts are longer than its steps
-    cases = [case._replace(ids=[1, 2, 3, 4]) for case in CASES]
+    cases = [case._replace(ids=[1, 2, 3, 4] * 8) for case in CASES]
     contestants = {
         PLAIN: by_decoder(SpeculativeDecoder(target, clock=clock)),
         SPECULATIVE: by_decoder(SpeculativeDecoder(target, draft, num_draft_tokens=4, clock=clock)),
@@ -283,6 +284,16 @@ def test_a_users_prompts(tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n[]', "line 2 is not like"),
         (b'{"text": "a"}', "line 1 is not like"),
         (b"\xff\xfe", "no text in UTF-8"),
+        (b"", "no prompt in it"),
+        *(
+            (b'{"prompt": "a"}\n' + b'{"prompt": %s}' % value, "line 2 is not like .* list of ids")
+            for value in (
+                *(b"5", b"null", b"true", b"[]", b"[1, null]", b"[true]", b"[-1]", b"[[1]]"),
+                *(b'["a"]', b'{"a": 1}', b'[{"role": "user"}]', b'[{"content": "a"}]'),
+                *(b'[1, {"role": "user", "content": "a"}]', b'"a", "kind": null'),
+            )
+        ),
+        (b'{"prompt": ' + b"[" * 100_000, "line 1 is no JSON .*write"),
     ],
 )
 def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
@@ -291,6 +302,14 @@ def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load_prompts(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["5", "null", '"Write"', "[1, 2]", "[", "Write"])
+def test_a_file_that_is_json_by_its_name_holds_objects(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"\n{line}\n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: line 2 is no.* list of messages"):
+        load_prompts(file)
 
 
 def test_texts_go_through_the_chat_template_if_there_is_one() -> None:
@@ -311,7 +330,7 @@ def test_prompts_that_are_too_long_are_left_out(capsys: pytest.CaptureFixture[st
     target = TableBackend.random(8, max_context=4)
     prompts = [KindedPrompt("k", "abcde"), KindedPrompt("k", "ab")]
     assert [case.number for case in as_cases(target, prompts)] == [2]
-    assert "1 prompts left out" in capsys.readouterr().err
+    assert "1 prompt left out" in capsys.readouterr().err
     with pytest.raises(ValueError, match="all prompts have more tokens"):
         as_cases(target, prompts[:1])
     with pytest.raises(ValueError, match="prompt 1: no tokens of this model spell"):
@@ -413,6 +432,32 @@ def test_what_was_measured_before_the_end_is_reported(
         assert target.open_caches == draft.open_caches == 0
 
 
+def test_an_end_before_the_first_speculative_run_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, prompt_file: str
+) -> None:
+    def contest(*_: Any, **__: Any) -> Iterator[Run]:
+        yield run_of(1, PLAIN, [1, 2, 3])
+        raise KeyboardInterrupt
+
+    use(monkeypatch, *timed_pair(0.1))
+    monkeypatch.setattr(command, "run_contest", contest)
+    done = invoke("--prompts", prompt_file)
+    assert done.exit_code == 130
+    assert "interrupted before speculative decoding ran" in done.stdout
+    assert "no draft" not in done.stdout
+
+
+def test_prompts_that_the_vocabulary_cannot_spell_are_random_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, *timed_pair(0.1))
+    done = invoke("--limit", "1", "--json")
+    assert done.exit_code == 0, done.output
+    assert {run["kind"] for run in json.loads(done.stdout)["runs"]} == {"random ids"}
+    assert "random ids stand in for the shipped prompts: prompt 1: no tokens" in done.stderr
+    assert invoke("--limit", "1").stdout.count("1 prompt, up to 12 tokens") == 1
+
+
 def test_an_end_before_the_first_run_reports_nothing(
     monkeypatch: pytest.MonkeyPatch, prompt_file: str
 ) -> None:
@@ -433,6 +478,25 @@ def test_the_plot(monkeypatch: pytest.MonkeyPatch, prompt_file: str, tmp_path: P
     points = json.loads(done.stdout)["lengths"]
     assert [point["num_draft_tokens"] for point in points] == [0, 1, 2, 4, 8]
     assert all(point["measured"] > 0 and point["predicted"] > 0 for point in points)
+
+
+def test_kinds_may_be_called_as_other_bars_are() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    kinds = ["all", "all prompts", "plain step", "code"]
+    cases = [case._replace(kind=kind) for case, kind in zip(CASES, kinds, strict=True)]
+    runs = [
+        Run(case.number, case.kind, who, 1.0, [1], Stats(completion_tokens=1, target_forward_ct=1))
+        for case in cases
+        for who in (PLAIN, SPECULATIVE)
+    ]
+    for draw, more in ((draw_speedups, ["all prompts"]), (draw_time, ["plain step", "all"])):
+        axes = Figure().subplots()
+        draw(axes, Report(runs, cases))
+        assert len({bar.get_extents().y0 for bar in axes.patches}) == len(kinds) + len(more)
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert sorted(names) == sorted(kinds + more)
 
 
 def test_what_a_plot_needs_is_said_before_anything_is_loaded(

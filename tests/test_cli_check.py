@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +140,8 @@ def test_the_words_of_the_verdict() -> None:
     ]
     alone = PairReport(facts, None, costs=costs)
     assert "would bring up to 7.5x here, with 8 tokens" in alone.verdict[0]
+    narrow = PairReport(facts, None, costs=replace(costs, verify_ms={1: 10.0, 2: 11.0}))
+    assert narrow.verdict[0].endswith("with 1 token")
 
 
 def test_a_target_alone() -> None:
@@ -161,6 +163,31 @@ def test_single_ids_may_differ_and_tables_may_be_longer() -> None:
     assert (report.num_shared, report.num_different) == (27, 2)
     assert report.problem is None
     assert report.target.size == 32
+
+
+class Broken(Wrapper):
+    """Holds a NaN in the rows of forwards over so many tokens and more."""
+
+    def __init__(self, inner: ModelBackend, width: int) -> None:
+        super().__init__(inner)
+        self.width = width
+
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        rows = [np.array(row) for row in super().forward(batch)]
+        for span, row in zip(batch, rows, strict=True):
+            row[..., 2] = np.nan if len(span.tokens) >= self.width else row[..., 2]
+        return list(rows)
+
+
+@pytest.mark.parametrize("width", [1, 9])
+def test_rows_with_a_nan_are_called_so(width: int) -> None:
+    model = TableBackend.random(seed=1)
+    assert str(last(Broken(model, width), model).problem).startswith("the target's rows hold NaN")
+    if width == 1:
+        report = last(model, Broken(model, width))
+        assert str(report.problem).startswith("the draft's rows hold NaN")
+        assert "try another dtype" in report.verdict[0]
+    assert model.open_caches == 0
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
@@ -302,21 +329,3 @@ def test_models_of_every_mix(one_thread: None, tiny_llama: Any, tiny_draft: Any)
         assert printed["costs"]["plain_ms"] > 0
         assert (printed["costs"]["draft_ms"] is None) == (draft == "none")
         assert len(printed["stability"]) == 3
-
-
-def test_a_backend_of_another_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Found by its entry point, without a tokenizer that could read the text to measure on."""
-    example = Path(__file__).parents[1] / "examples" / "custom_backend.py"
-    (tmp_path / "bigrams_package.py").write_text(example.read_text())
-    metadata = tmp_path / "bigrams_package-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bigrams-package\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[specdec.backends]\nbigrams = bigrams_package:BigramBackend\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    text = "the cat sat on the mat and the cat saw the rat and the rat ran to the cat ."
-    models = ["--target-model", f"bigrams:{text}", "--draft-model", f"bigrams:{text} on the rat"]
-    done = CliRunner().invoke(app, models)
-    assert done.exit_code == 0, done.output
-    assert "11 ids are shared" in done.stdout

@@ -218,6 +218,22 @@ def test_the_exit_code_is_1_on_a_fault_only(
     assert "were decided again, for" in strict.stdout
 
 
+def test_prompts_that_are_too_long_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = TableBackend.random(8, max_context=8)
+    file = tmp_path / "prompts.txt"
+    file.write_text("abcdefgabc\nab\n")
+    done = run(monkeypatch, model, model, "--prompts", str(file))
+    assert done.exit_code == 0
+    assert "1 prompt left out: more tokens than the target's context of 8" in done.stderr
+    assert "1 prompt, 7 tokens: all equal to plain decoding" in done.stdout
+    file.write_text("abcdefgabc\n")
+    done = run(monkeypatch, model, model, "--prompts", str(file))
+    assert done.exit_code == 2
+    assert "all prompts have more tokens" in done.stderr
+
+
 def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tied()
     options = ["--json", "--temperature", "1", "--num-draft-tokens", "auto"]
@@ -276,24 +292,6 @@ def test_models_of_every_mix(one_thread: None, tiny_llama: Any, tiny_draft: Any)
             printed = json.loads(done.stdout.splitlines()[-1])
             assert printed["faults"] == 0
             assert printed["num_proposed_drafts"] > 0
-
-
-def test_a_backend_of_another_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Found by its entry point, without a tokenizer that could read any shipped prompt."""
-    example = Path(__file__).parents[1] / "examples" / "custom_backend.py"
-    (tmp_path / "bigram_package.py").write_text(example.read_text())
-    metadata = tmp_path / "bigram_package-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bigram-package\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[specdec.backends]\nbigram = bigram_package:BigramBackend\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    text = "the cat sat on the mat and the cat saw the rat and the rat ran to the cat ."
-    models = ["--target-model", f"bigram:{text}", "--draft-model", f"bigram:{text} on the rat"]
-    done = CliRunner().invoke(app, [*models, "--max-new-tokens", "12"])
-    assert done.exit_code == 0, done.output
-    assert "random ids: equal" in done.stdout
 
 
 def test_low_precision_parts_at_near_ties_only(

@@ -77,6 +77,21 @@ def test_without_it_texts_part() -> None:
     assert parted > 4
 
 
+def test_rewritten_tokens_have_the_log_probabilities_of_plain_decoding() -> None:
+    """Every second choice is close, so every round is rewritten, with the clear one before it."""
+    table = np.full((6, 6, 6), -8.0)
+    for token in range(6):
+        table[:, token, (token + 1) % 6] = 4.0
+        table[:, token, (token + 3) % 6] = 3.9 if token % 2 else 0.0
+    target = RoundingTable(table)
+    decoder = SpeculativeDecoder(target, TableBackend(table), num_draft_tokens=4, strict=True)
+    result = decoder.generate([1, 2], max_new_tokens=40, logprobs=2)
+    plain = SpeculativeDecoder(target).generate([1, 2], max_new_tokens=40, logprobs=2)
+    assert result.token_ids == plain.token_ids
+    assert result.stats.num_correct_drafts >= 10
+    assert result.logprobs == plain.logprobs
+
+
 def test_it_costs_nothing_where_nothing_rounds() -> None:
     target = TableBackend.random(12, seed=1)
     decoder = SpeculativeDecoder(target, target.sibling(0.1), num_draft_tokens=3, strict=True)

@@ -7,7 +7,14 @@ from typing import Any
 
 import typer
 
-__all__ = ["print_json"]
+from specdec.backend import ModelBackend
+
+__all__ = ["described", "print_json"]
+
+
+def described(target: ModelBackend, draft: ModelBackend | None) -> dict[str, Any]:
+    """What the models of a pair run on."""
+    return {"target": dict(target.info()), "draft": draft and dict(draft.info())}
 
 
 def print_json(fields: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """``specdec bench``: plain and speculative decoding of varied prompts, in turn."""
 
-import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -14,20 +13,18 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from specdec.backend import ModelBackend
-from specdec.cli.as_json import print_json
-from specdec.cli.console import err, errors_as_lines, out
+from specdec.cli.as_json import described, print_json
+from specdec.cli.cases import Case, cases_of
+from specdec.cli.console import EarlyEnd, err, out, progress_bar
 from specdec.cli.contest import (
     PLAIN,
     SPECULATIVE,
-    Case,
     Contestant,
-    Report,
     Run,
-    Spread,
     SweepPoint,
     by_decoder,
     by_lengths,
@@ -38,44 +35,30 @@ from specdec.cli.figure import check_plot, draw
 from specdec.cli.models import open_pair
 from specdec.cli.options import (
     AsJson,
-    Debug,
-    Device,
-    DraftModel,
-    Dtype,
-    GpuLayers,
     MaxNewTokens,
-    NumContext,
+    ModelOptions,
     NumDraftTokens,
-    NumThreads,
-    TargetModel,
-    TrustRemoteCode,
+    Prompts,
     as_num_draft_tokens,
-    backend_options,
+    command,
 )
+from specdec.cli.results import Report, Spread
 from specdec.decoder import SpeculativeDecoder
-from specdec.prompts import KindedPrompt, load_prompts, shipped_prompts
+from specdec.prompts import load_prompts
+from specdec.report import counted
 from specdec.request import at_least
-from specdec.vocab import Vocabulary, encode_prompt
 
-__all__ = ["as_cases", "bench"]
+__all__ = ["bench"]
 
 SWEEP_LENGTHS = (0, 1, 2, 4, 8)
 SWEEP_PROMPTS = 6  # for --plot; one of each kind
+NO_DRAFT = "--plot shows what a draft brings, and there is none: name a --draft-model"
 
 
-@errors_as_lines
+@command
 def bench(
-    target_model: TargetModel = None,
-    draft_model: DraftModel = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help='A file with a prompt per line, or lines like {"kind": "code", "prompt": "..."}. '
-            "Without it 24 prompts of six kinds.",
-        ),
-    ] = None,
+    models: ModelOptions,
+    prompts: Prompts = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many prompts.")
     ] = None,
@@ -89,14 +72,7 @@ def bench(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG.")] = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    n_gpu_layers: GpuLayers = 0,
-    n_ctx: NumContext = None,
-    n_threads: NumThreads = None,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure what a draft brings: plain and speculative decoding of varied prompts, in turn.
 
@@ -107,62 +83,49 @@ def bench(
     length = as_num_draft_tokens(num_draft_tokens)
     if plot:
         check_plot(plot)
-    wanted = (load_prompts(prompts) if prompts else shipped_prompts())[:limit]
-    options = backend_options(
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        n_gpu_layers=n_gpu_layers,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-    )
-    target, draft = open_pair(target_model, draft_model, options)
+    if plot and models.draft_model == "none":
+        raise ValueError(NO_DRAFT)
+    given = load_prompts(prompts)[:limit] if prompts else None
+    target, draft = open_pair(models)
     if plot and draft is None:
-        raise ValueError(
-            "--plot shows what a draft brings, and there is none: name a --draft-model"
-        )
-    cases = as_cases(target, wanted)
+        raise ValueError(NO_DRAFT)
+    cases = cases_of(target, given, limit)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=length)
     contestants: dict[str, Contestant] = {}
     if compare:
-        name, contestant = rival(target, draft)
-        contestants[name] = contestant
+        contestants |= [rival(target, draft)]
     contestants[PLAIN] = by_decoder(SpeculativeDecoder(target))
     if draft is not None:
         contestants[SPECULATIVE] = by_decoder(decoder)
 
     runs: list[Run] = []
     points: list[SweepPoint] = []
-    stopped: BaseException | None = None
-    try:
+    with EarlyEnd() as end:  # what was measured by then is worth a report
         count = len(contestants) * len(cases) * repeats
         with bar("measuring", count) as advance:
-            contest = run_contest(
+            for run in run_contest(
                 contestants, cases, max_new_tokens=max_new_tokens, repeats=repeats
-            )
-            for run in contest:
+            ):
                 runs.append(run)
                 advance()
         if plot:
             points = sweep(decoder, cases, max_new_tokens)
-    except (Exception, KeyboardInterrupt) as error:  # what was measured is worth a report
-        if not runs:
-            raise
-        stopped = error
-    report = Report(runs, cases)
-    measured = f"{len(cases)} prompts, up to {max_new_tokens} tokens, K = {length}, greedy."
-    heading = title((target_model, draft_model), target, draft, measured)
+    if not runs:
+        end.reraise()
+    report = Report(runs, cases, contestants)
+    size = f"{counted(len(cases), 'prompt')}, up to {counted(max_new_tokens, 'token')}"
+    heading = title(models, target, draft, f"{size}, K = {length}, greedy.")
     if as_json:
         about: dict[str, object] = {
             "machine": machine(),
-            "target": dict(target.info()),
-            "draft": draft and dict(draft.info()),
+            **described(target, draft),
             "num_draft_tokens": length,
             "max_new_tokens": max_new_tokens,
-            "complete": stopped is None,
+            "complete": end.error is None,
         }
-        lengths = {"lengths": [asdict(point) for point in points]} if points else {}
-        print_json(about | report.as_dict() | lengths)
+        if points:
+            about["lengths"] = [asdict(point) for point in points]
+        print_json(about | report.as_dict())
     else:
         # What reads a pipe has no width.
         page = Console(highlight=False, width=None if out.is_terminal else 120)
@@ -173,44 +136,7 @@ def bench(
     if plot and PLAIN in report.total.speedup:
         draw(report, points, heading, plot)
         err.out(f"drawn: {plot}", style="dim")
-    if stopped is not None:
-        raise stopped
-
-
-def as_cases(target: ModelBackend, prompts: Sequence[KindedPrompt]) -> list[Case]:
-    """Prompts as ids, texts by the target's chat template if it has one.
-
-    Those that are longer than the target's context are left out.
-
-    Raises:
-        ValueError: None is left, or one can't be encoded.
-    """
-    cases = [
-        Case(
-            number,
-            kind,
-            prompt if isinstance(prompt, str) else json.dumps(prompt),
-            ids_of(target.vocab, prompt, number),
-        )
-        for number, (kind, prompt) in enumerate(prompts, 1)
-    ]
-    fitting = [case for case in cases if len(case.ids) <= target.max_context]
-    limit = f"more tokens than the target's context of {target.max_context}"
-    if not fitting:
-        raise ValueError(f"all prompts have {limit}: give shorter ones by --prompts")
-    if fitting != cases:
-        err.out(f"{len(cases) - len(fitting)} prompts left out: {limit}", style="yellow")
-    return fitting
-
-
-def ids_of(vocab: Vocabulary, prompt: object, number: int) -> list[int]:
-    """A prompt of a file as ids."""
-    if isinstance(prompt, str) and vocab.encode_chat:
-        prompt = [{"role": "user", "content": prompt}]
-    try:
-        return encode_prompt(vocab, prompt)  # type: ignore[arg-type]  # what it is, it finds out
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"prompt {number}: {error}") from error
+    end.reraise()
 
 
 def rival(target: ModelBackend, draft: ModelBackend | None) -> tuple[str, Contestant]:
@@ -248,35 +174,28 @@ def sweep(
 
 @contextmanager
 def bar(text: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar in a terminal; gives what moves it on by one."""
-    columns = (
-        TextColumn(text),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("runs, left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+    """A progress bar; gives what moves it on by one."""
+    with progress_bar(text, TextColumn("runs, left"), TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=total)
         yield lambda: progress.advance(task)
 
 
 def title(
-    names: tuple[str | None, str | None],
+    models: ModelOptions,
     target: ModelBackend,
     draft: ModelBackend | None,
     measured: str,
 ) -> str:
     """What was measured, in two lines."""
     embedded = "SmolLM2-135M-Instruct"
-    text = f"Target: {described(names[0] or embedded, target)}. Draft: "
+    text = f"Target: {spelled(models.target_model or embedded, target)}. Draft: "
     if draft is None:
         return f"{text}none.\n{measured}"
-    name = names[1] or ("self" if names[0] else embedded)
-    return f"{text}{described(name, draft)}.\n{measured}"
+    name = models.draft_model or ("self" if models.target_model else embedded)
+    return f"{text}{spelled(name, draft)}.\n{measured}"
 
 
-def described(name: str, backend: ModelBackend) -> str:
+def spelled(name: str, backend: ModelBackend) -> str:
     """A model and what it runs on."""
     info = backend.info()
     keys = ("runtime", "dtype", "quantization", "device")

@@ -12,66 +12,34 @@ from rich.markup import escape
 from rich.table import Table
 
 from specdec.cli.as_json import print_json
-from specdec.cli.console import err, errors_as_lines, out
+from specdec.cli.console import EarlyEnd, err, out
 from specdec.cli.models import open_pair
-from specdec.cli.options import (
-    AsJson,
-    Debug,
-    Device,
-    DraftModel,
-    Dtype,
-    GpuLayers,
-    NumContext,
-    NumThreads,
-    TargetModel,
-    TrustRemoteCode,
-    backend_options,
-)
-from specdec.report import ModelFacts, PairCosts, PairReport, examine
+from specdec.cli.options import AsJson, ModelOptions, command
+from specdec.report import ModelFacts, PairCosts, PairReport, counted, examine
 
 __all__ = ["check"]
 
 
-@errors_as_lines
+@command
 def check(
-    target_model: TargetModel = None,
-    draft_model: DraftModel = None,
+    models: ModelOptions,
     as_json: AsJson = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    n_gpu_layers: GpuLayers = 0,
-    n_ctx: NumContext = None,
-    n_threads: NumThreads = None,
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
 ) -> None:
     """Say in a few seconds whether a pair works, what it costs, and when it pays.
 
     Ends with 1 if the pair can't work.
     """
-    options = backend_options(
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        n_gpu_layers=n_gpu_layers,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-    )
     before = resident_bytes()
-    target, draft = open_pair(target_model, draft_model, options)
+    target, draft = open_pair(models)
     reports = examine(target, draft)
     report = next(reports)
-    stopped: BaseException | None = None
-    try:
-        with err.status("measuring"):
-            for report in reports:  # noqa: B007 - the last one counts
-                pass
-    except (Exception, KeyboardInterrupt) as error:  # what was found is worth a report
-        stopped = error
+    with EarlyEnd() as end, err.status("measuring"):  # what was found by then is worth a report
+        for report in reports:  # noqa: B007 - the last one counts
+            pass
     after = resident_bytes()
     if as_json:
         memory = {"resident_bytes": after, "resident_bytes_before": before}
-        more = {"verdict": report.verdict, "interrupted": stopped is not None}
+        more = {"verdict": report.verdict, "interrupted": end.error is not None}
         print_json(asdict(report) | memory | more)
     else:
         show(report)
@@ -82,8 +50,7 @@ def check(
             )
         for line in report.verdict:
             out.out(line, style="red" if report.problem else "bold")
-    if stopped is not None:
-        raise stopped
+    end.reraise()
     if report.problem:
         sys.exit(1)
 
@@ -97,7 +64,8 @@ def show(report: PairReport) -> None:
     if report.draft is not None and report.num_shared is not None:
         out.out(f"vocabularies: {of_vocabularies(report)}")
         if report.draft.max_context < report.target.max_context:
-            out.out(f"contexts: drafting ends after {report.draft.max_context} tokens of a text")
+            tokens = counted(report.draft.max_context, "token")
+            out.out(f"contexts: drafting ends after {tokens} of a text")
     if report.stability:
         rows = [
             [
@@ -121,25 +89,28 @@ def show(report: PairReport) -> None:
 def of_model(facts: ModelFacts) -> dict[str, str]:
     """What the first table says of a model."""
     info = facts.info
-    size = f"{facts.num_tokens} tokens"
+    size = counted(facts.num_tokens, "token")
     if facts.size > facts.num_tokens:
         size += f", rows padded to {facts.size}"
     named = {key: str(info.get(key) or "") for key in ("runtime", "device", "dtype", "threads")}
     weights = "" if facts.weight_bytes is None else decimal(facts.weight_bytes)
     return named | {
         "vocabulary": size,
-        "context": f"{facts.max_context} tokens",
+        "context": counted(facts.max_context, "token"),
         "weights": weights,
     }
 
 
 def of_vocabularies(report: PairReport) -> str:
     """How much two vocabularies share."""
-    text = f"{report.num_shared} ids are shared"
-    if report.num_different:
-        text += f", {report.num_different} differ and are never drafted"
+    text = counted(report.num_shared or 0, "id is shared", "ids are shared")
+    if different := report.num_different:
+        how = counted(different, "differs and is never drafted", "differ and are never drafted")
+        text += f", {how}"
     missing = report.target.num_tokens - (report.draft.num_tokens if report.draft else 0)
-    return f"{text}, {missing} are the target's alone" if missing > 0 else text
+    if missing > 0:
+        text += f", {counted(missing, 'is', 'are')} the target's alone"
+    return text
 
 
 def of_costs(costs: PairCosts) -> Iterator[list[str]]:
@@ -148,7 +119,7 @@ def of_costs(costs: PairCosts) -> Iterator[list[str]]:
         "plain step": costs.plain_ms,
         "draft token": costs.draft_ms,
         **{
-            f"check {width - 1} draft{'s' if width > 2 else ''}": each
+            f"check {counted(width - 1, 'draft')}": each
             for width, each in costs.verify_ms.items()
             if width > 1
         },

@@ -1,42 +1,40 @@
 """What all commands share of the terminal: results on stdout, everything else on stderr."""
 
-import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from specdec.prefill import OnPrefill
 
-__all__ = ["err", "errors_as_lines", "out", "prompt_progress", "warn_in_one_line"]
-
-P = ParamSpec("P")
+__all__ = ["EarlyEnd", "err", "out", "progress_bar", "prompt_progress", "warn_in_one_line"]
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
-def errors_as_lines(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a command's errors into one line and exit code 2, unless it is given ``debug``."""
+class EarlyEnd:
+    """Holds back what ends its block early, an error or Ctrl-C, until there is a report.
 
-    @functools.wraps(command)
-    def run(*args: P.args, **options: P.kwargs) -> None:
-        try:
-            command(*args, **options)
-        except KeyboardInterrupt:
-            err.out("\ninterrupted", style="yellow")
-            sys.exit(130)
-        except Exception as error:
-            if options.get("debug"):
-                raise
-            text = " ".join(str(error).split()) or type(error).__name__
-            err.out(f"error: {text}", style="red")
-            sys.exit(2)
+    Attributes:
+        error: What it was; None if nothing was.
+    """
 
-    return run
+    error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        self.error = error if isinstance(error, Exception | KeyboardInterrupt) else None
+        return self.error is not None
+
+    def reraise(self) -> None:
+        """Raise what was held back, if anything was."""
+        if self.error is not None:
+            raise self.error
 
 
 def warn_in_one_line(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -44,16 +42,16 @@ def warn_in_one_line(message: Warning | str, *_: Any, **__: Any) -> None:
     err.out(f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
+def progress_bar(text: str, *unit: ProgressColumn) -> Progress:
+    """A bar that shows in a terminal only, and goes when it is done."""
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), *unit)
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
 @contextmanager
 def prompt_progress() -> Iterator[OnPrefill]:
-    """A bar for reading a long prompt; it shows in a terminal only, and goes when it is done."""
-    columns = (
-        TextColumn("reading the prompt"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-    )
-    bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    """A bar for reading a long prompt."""
+    bar = progress_bar("reading the prompt", TextColumn("tokens"))
     task = bar.add_task("")
 
     def show(done: int, total: int) -> None:

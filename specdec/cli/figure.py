@@ -5,14 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.cli.contest import (
-    PLAIN,
-    SPECULATIVE,
-    Report,
-    SweepPoint,
-    chances_by_position,
-    seconds_of,
-)
+from specdec.cli.contest import PLAIN, SPECULATIVE, SweepPoint, chances_by_position, seconds_of
+from specdec.cli.results import Report
 from specdec.errors import MissingRuntimeError
 from specdec.stats import Stats
 
@@ -98,7 +92,9 @@ def draw_speedups(axes: "Axes", report: Report) -> None:
     speedups.append(report.speedups(PLAIN))
     medians = [result.speedup[PLAIN].median for result in (*kinds, report.total)]
     names = [result.kind for result in (*kinds, report.total)]
-    axes.barh(names, medians, color=[GREEN] * len(kinds) + [BLUE], alpha=0.75, height=0.65)
+    places = range(len(names))  # a kind may be called as another bar is
+    colours = [GREEN] * len(kinds) + [BLUE]
+    axes.barh(places, medians, tick_label=names, color=colours, alpha=0.75, height=0.65)
     for place, values in enumerate(speedups):
         axes.plot(values, [place] * len(values), "o", color=BLACK, markersize=2.5, alpha=0.6)
         label = f"{medians[place]:.2f}x"
@@ -149,10 +145,10 @@ def draw_time(axes: "Axes", report: Report) -> None:
     bars += [(result.kind, report.stats(SPECULATIVE, result.kind)) for result in report.kinds]
     bars.append(("all", report.stats(SPECULATIVE)))
     bars = [(name, stats) for name, stats in bars if stats.target_forward_ct]
-    names, lefts = [name for name, _ in bars], [0.0] * len(bars)
+    names, places, lefts = [name for name, _ in bars], range(len(bars)), [0.0] * len(bars)
     for part, colour in COLOURS.items():
         widths = [seconds_of(stats, part) * 1e3 / stats.target_forward_ct for _, stats in bars]
-        axes.barh(names, widths, left=lefts, color=colour, height=0.65, label=part)
+        axes.barh(places, widths, 0.65, lefts, tick_label=names, color=colour, label=part)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, (_, stats) in enumerate(bars):
         brought = stats.completion_tokens / stats.target_forward_ct

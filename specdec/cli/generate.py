@@ -7,38 +7,31 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.as_json import print_json
-from specdec.cli.console import err, errors_as_lines, out, prompt_progress
+from specdec.cli.as_json import described, print_json
+from specdec.cli.console import err, out, prompt_progress
 from specdec.cli.models import open_pair
 from specdec.cli.options import (
     AsJson,
-    Debug,
-    Device,
-    DraftModel,
-    Dtype,
-    GpuLayers,
     MaxNewTokens,
-    NumContext,
+    ModelOptions,
     NumDraftTokens,
-    NumThreads,
-    TargetModel,
-    TrustRemoteCode,
+    Seed,
+    Temperature,
     as_num_draft_tokens,
-    backend_options,
+    command,
 )
 from specdec.decoder import SpeculativeDecoder, TokenStream
-from specdec.request import GenerationResult, Verification
+from specdec.request import GenerationResult, Verification, at_least
 from specdec.sampling import SamplingParams
 from specdec.vocab import Prompt
 
 __all__ = ["generate"]
 
 
-@errors_as_lines
+@command
 def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
-    target_model: TargetModel = None,
-    draft_model: DraftModel = None,
+    models: ModelOptions,
     max_new_tokens: MaxNewTokens = 256,
     num_draft_tokens: NumDraftTokens = "auto",
     max_draft_tokens: Annotated[int, typer.Option(help="The most that auto may choose.")] = 16,
@@ -46,8 +39,8 @@ def generate(
         bool, typer.Option("--chat", help="Put the prompt into the chat template.")
     ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Id that ends it.")] = None,
-    temperature: Annotated[float, typer.Option(help="0: the best token; 1: as it is.")] = 0.0,
+    stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="Id that ends it.")] = None,
+    temperature: Temperature = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Least part of the best's probability.")] = 0.0,
@@ -55,8 +48,10 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="For ids in the output.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="For each time there.")] = 0.0,
     min_tokens: Annotated[int, typer.Option(help="No EOS before so many tokens.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same text.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: so many per token.")] = None,
+    seed: Seed = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="With --json: so many per token.")
+    ] = None,
     logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, repeatable.")] = None,
     verification: Annotated[
         Verification, typer.Option(help="How sampled drafts are judged.")
@@ -65,14 +60,7 @@ def generate(
         bool,
         typer.Option("--strict", help="The plain text at low precision too, for some more time."),
     ] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    n_gpu_layers: GpuLayers = 0,
-    n_ctx: NumContext = None,
-    n_threads: NumThreads = None,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Continue one prompt with a target model, sped up by a draft model.
 
@@ -80,15 +68,16 @@ def generate(
     target, its own 4-bit GGUF in llama.cpp as the draft.
     """
     length = as_num_draft_tokens(num_draft_tokens)
-    options = backend_options(
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        n_gpu_layers=n_gpu_layers,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-    )
-    if not as_json and target_model is draft_model is None:
+    at_least(0, max_new_tokens=max_new_tokens)
+    at_least(1, max_draft_tokens=max_draft_tokens)
+    if "" in (stop or ()):
+        raise ValueError("--stop is a text of at least one character")
+    if strict and verification != "coupled":
+        raise ValueError(
+            f"--strict gives the text of plain decoding, and --verification {verification} another "
+            "one of the same law: leave one of them out"
+        )
+    if not as_json and models.target_model is models.draft_model is None:
         err.out(
             "Embedded default: SmolLM2-135M-Instruct, fp32 in torch, drafted by its own 4-bit GGUF "
             "in llama.cpp",
@@ -107,7 +96,7 @@ def generate(
         seed=seed,
     )
     text = sys.stdin.read() if prompt == "-" else prompt
-    target, draft = open_pair(target_model, draft_model, options)
+    target, draft = open_pair(models)
     request: Prompt = [{"role": "user", "content": text}] if chat else text
     with prompt_progress() as progress:
         decoder = SpeculativeDecoder(
@@ -129,8 +118,7 @@ def generate(
         )
         result = stream.collect() if as_json else show(stream, "" if chat else text)
     if as_json:
-        models = {"target": dict(target.info()), "draft": draft and dict(draft.info())}
-        print_json(asdict(result) | {"stats": result.stats.as_dict()} | models)
+        print_json(asdict(result) | {"stats": result.stats.as_dict()} | described(target, draft))
     else:
         err.out(summary(result), style="dim")
 

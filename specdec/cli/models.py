@@ -1,16 +1,17 @@
 """From what a user types to a backend."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from specdec.backend import ModelBackend
 from specdec.backends import load_backend
 from specdec.cli.console import err
+from specdec.cli.options import ModelOptions, Options
 from specdec.drafters import named_draft
 from specdec.embedded import embedded_gguf
 
-__all__ = ["Options", "Quantization", "open_model", "open_pair"]
+__all__ = ["Quantization", "open_model", "open_pair"]
 
 Quantization: TypeAlias = Literal[
     "f32",
@@ -28,32 +29,32 @@ Quantization: TypeAlias = Literal[
     "q2_k",
 ]
 
-Options = Mapping[str, Mapping[str, Any]]  # keyword arguments by the name of the backend
-
 
 def open_model(spec: str, options: Options) -> ModelBackend:
     """Load ``[BACKEND:]MODEL``; without a backend, a GGUF goes to llama.cpp and the rest to HF."""
+    name, path, load = parsed(spec)
+    with err.status(f"loading {Path(path).name} ({name})"):
+        return load(path, **options.get(name, {}))
+
+
+def parsed(spec: str) -> tuple[str, str, Callable[..., ModelBackend]]:
+    """The backend's name, the model's and what loads it."""
     name, separator, path = spec.partition(":")
     if not separator or len(name) < 2 or Path(spec).exists():  # C:\model is a path
         name, path = ("llama-cpp" if Path(spec).suffix.lower() == ".gguf" else "hf"), spec
     load = load_backend(name)
     if not path:
         raise ValueError(f"{spec!r} names no model: put one after the colon")
-    with err.status(f"loading {Path(path).name} ({name})"):
-        return load(path, **options.get(name, {}))
+    return name, path, load
 
 
-def open_pair(
-    target: str | None, draft: str | None, options: Options
-) -> tuple[ModelBackend, ModelBackend | None]:
+def open_pair(models: ModelOptions) -> tuple[ModelBackend, ModelBackend | None]:
     """Load what was named, or the embedded default where nothing was.
 
-    Args:
-        target: None is the embedded default.
-        draft: ``"none"``, ``"self"``, ``"self:q8_0"`` and so on, or a model. None is the embedded
-            draft for the embedded target, and for any other ``"self"`` where that can be had.
-        options: Keyword arguments for backends.
+    A target that isn't named is the embedded one. So is a draft, for the embedded target; for any
+    other it is ``"self"`` where that can be had.
     """
+    target, draft, options = models.target_model, models.draft_model, models.by_backend
     itself = draft is not None and draft.partition(":")[0] == "self"
     if target is None:
         if not itself and draft not in (None, "none"):
@@ -64,13 +65,16 @@ def open_pair(
     if quantization and quantization not in get_args(Quantization):
         kinds = ", ".join(get_args(Quantization))
         raise ValueError(f"--draft-model {draft} names no quantisation: self: goes with {kinds}")
+    own = {name: value for name, value in options["llama-cpp"].items() if value}
+    named = draft not in (None, "none") and not itself
+    if draft is not None and named:
+        parsed(draft)  # raises, if at all, before the target is loaded
     loaded = open_model(target, options)
-    own = {name: value for name, value in options.get("llama-cpp", {}).items() if value}
-    if draft == "none":
-        return loaded, None
     if draft is None:
         return loaded, own_draft(loaded, own)
-    return loaded, named_draft(loaded, draft, **own) if itself else open_model(draft, options)
+    if draft == "none":
+        return loaded, None
+    return loaded, open_model(draft, options) if named else named_draft(loaded, draft, **own)
 
 
 def own_draft(target: ModelBackend, options: Mapping[str, Any]) -> ModelBackend | None:

@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from specdec.cli.console import errors_as_lines, out
+from specdec.cli.console import out
 from specdec.cli.models import Quantization, open_model
-from specdec.cli.options import Debug, TrustRemoteCode
+from specdec.cli.options import TrustRemoteCode, command
 
 __all__ = ["quantize"]
 
 
-@errors_as_lines
+@command
 def quantize(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A hub id or folder (HF).", show_default=False)
@@ -30,7 +30,6 @@ def quantize(
     device: Annotated[str | None, typer.Option(help="To load it on: cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str, typer.Option(help="To load it in: float32, bfloat16, auto.")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
 ) -> None:
     """Write a model as a quantised GGUF, which llama.cpp can run anywhere.
 

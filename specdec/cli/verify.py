@@ -5,165 +5,112 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from specdec.backend import ModelBackend
-from specdec.cli.as_json import print_json
-from specdec.cli.console import errors_as_lines, out
+from specdec.cli.as_json import described, print_json
+from specdec.cli.cases import cases_of
+from specdec.cli.console import EarlyEnd, out
 from specdec.cli.models import open_pair
 from specdec.cli.options import (
     AsJson,
-    Debug,
-    Device,
-    DraftModel,
-    Dtype,
-    GpuLayers,
     MaxNewTokens,
-    NumContext,
+    ModelOptions,
     NumDraftTokens,
-    NumThreads,
-    TargetModel,
-    TrustRemoteCode,
+    Prompts,
+    Seed,
+    Temperature,
     as_num_draft_tokens,
-    backend_options,
+    command,
 )
 from specdec.parity import Comparison, compare
-from specdec.prompts import KindedPrompt, load_prompts, shipped_prompts
+from specdec.prompts import load_prompts
+from specdec.report import counted
 from specdec.request import at_least
-from specdec.rounding import random_ids
 from specdec.sampling import SamplingParams
-from specdec.vocab import Prompt, Vocabulary, encode_prompt
 
 __all__ = ["verify"]
 
 FEW = 6  # of the shipped prompts: one of each kind
+NO_DRAFT = "there is nothing to verify without a draft: give a --draft-model"
 
 
-@errors_as_lines
+@command
 def verify(
-    target_model: TargetModel = None,
-    draft_model: DraftModel = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="A prompt per line, or JSON lines with prompt and, if wanted, kind; none: six of "
-            "its own. Texts go into the chat template, if there is one."
-        ),
-    ] = None,
+    models: ModelOptions,
+    prompts: Prompts = None,
     max_new_tokens: MaxNewTokens = 64,
     num_draft_tokens: NumDraftTokens = "5",
-    temperature: Annotated[float, typer.Option(help="0: the best token; 1: as it is.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the noise; one is drawn if none.")] = None,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Verify strict decoding, and say what it costs.")
     ] = False,
     as_json: AsJson = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    n_gpu_layers: GpuLayers = 0,
-    n_ctx: NumContext = None,
-    n_threads: NumThreads = None,
-    trust_remote_code: TrustRemoteCode = False,
-    debug: Debug = False,
 ) -> None:
     """Decode prompts plainly and with drafts, and compare the texts.
 
     Where two texts part, the target's scores there tell a near tie, which rounding decides, from a
     fault. Ends with 1 if there is a fault (with --strict, if there is any difference).
     """
-    options = backend_options(
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        n_gpu_layers=n_gpu_layers,
-        n_ctx=n_ctx,
-        n_threads=n_threads,
-    )
     length = as_num_draft_tokens(num_draft_tokens)
     at_least(1, max_new_tokens=max_new_tokens)
     if temperature and seed is None:
         seed = secrets.randbits(63)
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    given = None if prompts is None else load_prompts(prompts)
-    target, draft = open_pair(target_model, draft_model, options)
+    given = load_prompts(prompts) if prompts else None
+    if models.draft_model == "none":
+        raise ValueError(NO_DRAFT)
+    target, draft = open_pair(models)
     if draft is None:
-        raise ValueError("there is nothing to verify without a draft: give a --draft-model")
-    cases = default_prompts(target)
-    if given is not None:
-        cases = [KindedPrompt(kind, as_ids(target.vocab, prompt)) for kind, prompt in given]
+        raise ValueError(NO_DRAFT)
+    cases = cases_of(target, given, FEW)
     comparisons = compare(
         target,
         draft,
-        [prompt for _, prompt in cases],
+        [case.ids for case in cases],
         num_draft_tokens=length,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         strict=strict,
     )
     done: list[tuple[str, Comparison]] = []
-    stopped: BaseException | None = None
-    try:
-        for (kind, _), comparison in zip(cases, comparisons, strict=True):
-            done.append((kind, comparison))
+    with EarlyEnd() as end:  # what was compared by then is worth a report
+        for case, comparison in zip(cases, comparisons, strict=True):
+            done.append((case.kind, comparison))
             if not as_json:
-                out.out(f"{len(done)} {kind}: {as_line(comparison)}")
-    except (Exception, KeyboardInterrupt) as error:  # what was compared is worth a report
-        stopped = error
+                out.out(f"{len(done)} {case.kind}: {as_line(comparison)}")
     found = [comparison for _, comparison in done]
     if as_json:
-        models = {"target": dict(target.info()), "draft": dict(draft.info())}
         asked = {"num_draft_tokens": length, "seed": seed, "strict": strict}
         each = [{"kind": kind, "verdict": one.verdict} | asdict(one) for kind, one in done]
         print_json(
             totals(found)
-            | {"interrupted": stopped is not None}
+            | {"interrupted": end.error is not None}
             | asked
             | {"prompts": each}
-            | models
+            | described(target, draft)
         )
     else:
         for line in summary(found, of=len(cases)):
             out.out(line)
         if temperature:
             out.out(f"seed {seed}")
-    if stopped is not None:
-        raise stopped
+    end.reraise()
     if any(one.verdict == "fault" for one in found):
         sys.exit(1)
-
-
-def default_prompts(target: ModelBackend) -> list[KindedPrompt]:
-    """Some of the shipped ones, cut where the context is short; random ids where they can't be."""
-    room = max(1, target.max_context // 2)
-    try:
-        return [
-            KindedPrompt(kind, as_ids(target.vocab, prompt)[:room])
-            for kind, prompt in shipped_prompts()[:FEW]
-        ]
-    except Exception:  # a model of another language, or without a tokenizer
-        ids = (random_ids(target.vocab, min(12, room), seed=number) for number in range(FEW))
-        return [KindedPrompt("random ids", each) for each in ids]
-
-
-def as_ids(vocab: Vocabulary, prompt: Prompt) -> list[int]:
-    """A prompt's ids; a text by the chat template, if the model has one."""
-    if isinstance(prompt, str) and vocab.encode_chat is not None:
-        return encode_prompt(vocab, [{"role": "user", "content": prompt}])
-    return encode_prompt(vocab, prompt)
 
 
 def as_line(comparison: Comparison) -> str:
     """What came of one prompt."""
     proposed, stood = comparison.num_proposed_drafts, comparison.num_correct_drafts
-    drafts = f"{stood} of {proposed} drafts stood"
+    drafts = f"{stood} of {counted(proposed, 'draft')} stood"
     if not proposed:
         drafts = f"nothing was drafted ({comparison.reason})"
     difference = comparison.difference
     if difference is None:
-        return f"equal, {comparison.num_tokens} tokens, {drafts}"
+        return f"equal, {counted(comparison.num_tokens, 'token')}, {drafts}"
     gap = f"top-two gap {difference.top_gap:.3g}"
     return (
         f"differs at new token {difference.position + 1}: {difference.plain!r} plainly, "
@@ -192,12 +139,14 @@ def totals(found: Sequence[Comparison]) -> dict[str, Any]:
 def summary(found: Sequence[Comparison], *, of: int) -> Iterator[str]:
     """The lines under the prompts."""
     sums = totals(found)
-    count = f"{len(found)} of {of} prompts" if len(found) < of else f"{of} prompts"
+    count = f"{len(found)} of " * (len(found) < of) + counted(of, "prompt")
     equal, near, faults = sums["equal"], sums["near_ties"], sums["faults"]
-    verdict = f"{equal} equal, {near} parted at near ties, {faults or 'no'} faults"
+    ties = "a near tie" if near == 1 else "near ties"
+    failed = counted(faults, "fault") if faults else "no faults"
+    verdict = f"{equal} equal, {near} parted at {ties}, {failed}"
     if found and equal == len(found):
         verdict = "all equal to plain decoding"
-    yield f"{count}, {sums['num_tokens']} tokens: {verdict}"
+    yield f"{count}, {counted(sums['num_tokens'], 'token')}: {verdict}"
     if found and not sums["num_proposed_drafts"]:
         yield f"no draft was checked, so this shows nothing: {found[-1].reason}"
     if near:
@@ -206,8 +155,9 @@ def summary(found: Sequence[Comparison], *, of: int) -> Iterator[str]:
             "tokens per forward; --strict decides as plain decoding does"
         )
     if sums["strict_time_ratio"] is not None:
+        again = counted(sums["strict_ct"], "token was decided again", "tokens were decided again")
+        parted = sums["differ_without_strict"]
         yield (
-            f"strict: {sums['strict_ct']} tokens were decided again, for "
-            f"{sums['strict_time_ratio']:.2f} times the time; without it "
-            f"{sums['differ_without_strict']} of {len(found)} texts differ"
+            f"strict: {again}, for {sums['strict_time_ratio']:.2f} times the time; without it "
+            f"{parted} of {counted(len(found), 'text')} differ{'s' * (parted == 1)}"
         )
