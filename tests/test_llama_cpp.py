@@ -25,7 +25,6 @@ from specdec.errors import (
     CropError,
     RuntimeFailure,
     TokenIdError,
-    UnsupportedModelError,
 )
 
 pytest.importorskip("llama_cpp")
@@ -256,13 +255,6 @@ def test_c4_a_cache_can_be_filled_to_the_last_token(tiny_llama: Any) -> None:
             small.forward([Span(cache, [5], 1)])
 
 
-def test_c5_recurrent_models_are_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "mamba.gguf"
-    write_tiny_mamba(path)
-    with pytest.raises(UnsupportedModelError, match=r"mamba\.gguf is a mamba model: .*recurrent"):
-        LlamaCppBackend(path)
-
-
 # Rows in use, failures, repetition
 
 
@@ -379,7 +371,7 @@ def test_c7_a_failed_growth_changes_nothing(
 ) -> None:
     with LlamaCppBackend(make_tiny_llama(max_context=2048).gguf, n_threads=1) as backend:
         cache = fed(backend, IDS)
-        for name in ("llama_init_from_model", "llama_state_seq_set_data"):
+        for name in ("llama_init_from_model", "llama_state_seq_set_data_ext"):
             with monkeypatch.context() as patch:
                 patch.setattr(lib, name, lambda *_args: 0)
                 with pytest.raises(RuntimeFailure, match="1024"):
@@ -749,45 +741,6 @@ def test_what_llama_cpp_says_is_in_the_error(tiny_llama: Any, tmp_path: Path) ->
     path.write_bytes(tiny_llama.gguf.read_bytes()[:100_000])
     with pytest.raises(RuntimeFailure, match=r"can't load .*cut\.gguf: .*tensor"):
         LlamaCppBackend(path)
-
-
-def write_tiny_mamba(path: Path) -> None:
-    """One layer of a model whose memory can't be cut back."""
-    gguf = pytest.importorskip("gguf")
-    hidden, inner, state, rank, size = 16, 32, 4, 2, 8
-    shapes = {
-        "token_embd.weight": (size, hidden),
-        "output_norm.weight": (hidden,),
-        "blk.0.attn_norm.weight": (hidden,),
-        "blk.0.ssm_in.weight": (2 * inner, hidden),
-        "blk.0.ssm_conv1d.weight": (inner, 4),
-        "blk.0.ssm_conv1d.bias": (inner,),
-        "blk.0.ssm_x.weight": (rank + 2 * state, inner),
-        "blk.0.ssm_dt.weight": (inner, rank),
-        "blk.0.ssm_dt.bias": (inner,),
-        "blk.0.ssm_a": (inner, state),
-        "blk.0.ssm_d": (inner,),
-        "blk.0.ssm_out.weight": (hidden, inner),
-    }
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(0)
-    writer.add_head_count(0)
-    writer.add_block_count(1)
-    writer.add_ssm_conv_kernel(4)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(size)
-    writer.add_tokenizer_model("none")
-    for name, shape in shapes.items():
-        writer.add_tensor(name, np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_threads_that_share_a_backend_get_their_own_rows(tiny_llama: Any) -> None:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +17,10 @@ from llama_cpp import llama_cpp as lib
 
 from specdec.backend import Cache, Span, check_crop, check_forward
 from specdec.errors import CropError, RuntimeFailure, UnsupportedModelError
+from specdec.rewind import Rewind
 from specdec.vocab import Vocabulary
-from specdec_llama_cpp.context import Context, Model, PackedTokens
+from specdec_llama_cpp.context import Context, Model, PackedTokens, State
+from specdec_llama_cpp.rollback import go_back, rolls_back
 from specdec_llama_cpp.vocabulary import Tokenizer
 
 __all__ = ["LlamaCppBackend"]
@@ -34,7 +37,7 @@ class LlamaCppCache:
     """One sequence of a backend: a slot in its context."""
 
     def __init__(self, backend: "LlamaCppBackend", slot: int) -> None:
-        self._lengths = backend._lengths
+        self._sequences = backend._sequences
         self._slot = slot
         # Closing only leaves a note: a forgotten cache may be collected at any moment, also while
         # its backend is at work.
@@ -42,7 +45,12 @@ class LlamaCppCache:
         self._release.atexit = False
 
     def __len__(self) -> int:
-        return self._lengths[self._slot] if self._release.alive else 0
+        return len(self._sequences[self._slot].ids) if self._release.alive else 0
+
+    @property
+    def num_replayed(self) -> int:
+        """Ids that were read again after crops so far: hardly any where the memory can be cut."""
+        return self._sequences[self._slot].num_replayed if self._release.alive else 0
 
     def close(self) -> None:
         """Give the slot and its room back; twice does nothing."""
@@ -58,6 +66,12 @@ class LlamaCppBackend:
     The same calls give the same rows. With flash attention and ``n_threads=1`` a quantised model
     also gives a token the same row, bit for bit, whether it comes alone or with a few others of its
     sequence. Where other sequences lie in memory can still change the rounding.
+
+    Loading feeds a few tokens, takes them back and feeds them again, to see whether llama.cpp can
+    cut this model's memory. Where it can't (recurrent and hybrid models) the backend keeps copies
+    of the recurrent state; a crop goes back to the latest before it, and the ids in between are
+    read again with the next forward: ``info()["rollback"]`` is ``"snapshot and replay"``, not
+    ``"crop"``, and ``num_replayed`` of a cache counts those ids.
 
     One lock guards the context: forwards from several threads wait for each other.
 
@@ -80,9 +94,9 @@ class LlamaCppBackend:
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: Not a GGUF file, or an argument out of range.
-        UnsupportedModelError: A model whose memory can't be cut back (recurrent and hybrid ones) or
-            that isn't a causal language model.
-        RuntimeFailure: llama.cpp can't load it.
+        UnsupportedModelError: A model whose memory goes back in neither way, or that isn't a causal
+            language model.
+        RuntimeFailure: llama.cpp can't load or run it.
     """
 
     def __init__(
@@ -163,9 +177,11 @@ class LlamaCppBackend:
         self._context: Context | None = None
         self._packed = PackedTokens()
         self._fewest_cells, self._most_cells = cell_limits(model, self.max_context)
-        self._lengths: dict[int, int] = {}  # of every open slot
+        self._sequences: dict[int, Rewind[State]] = {}  # of every open slot
         self._released: deque[int] = deque()  # slots of closed caches
         self._torn = False  # the context may hold more of some sequence than its length says
+        self._replays = False
+        self._info["rollback"] = self._find_rollback(model)
 
     def info(self) -> Mapping[str, object]:
         """What the model runs on, and how."""
@@ -181,13 +197,13 @@ class LlamaCppBackend:
             self._opened()
             self._settle()
             limit = lib.llama_max_parallel_sequences()
-            slot = next((i for i in range(limit) if i not in self._lengths), None)
+            slot = next((i for i in range(limit) if i not in self._sequences), None)
             if slot is None:
                 raise RuntimeFailure(
                     f"{limit} caches are open and llama.cpp can't tell more apart: "
                     "close some, or load the model a second time"
                 )
-            self._lengths[slot] = 0
+            self._sequences[slot] = Rewind()
             return LlamaCppCache(self, slot)
 
     def forward(self, batch: Sequence[Span]) -> list[Rows]:
@@ -203,36 +219,42 @@ class LlamaCppBackend:
             if not batch:
                 return []
             self._settle()
-            former = dict(self._lengths)
+            former = [len(span.cache) for span in batch]
+            sequences = [self._sequences[slot] for slot in slots]
             try:
                 context = self._with_room_for(model, sum(len(span.tokens) for span in batch))
+                if self._replays:
+                    for slot, sequence in zip(slots, sequences, strict=True):
+                        if sequence.wants():
+                            sequence.keep(context.state(slot))
                 self._torn = True  # until the lengths are right, whatever comes in between
                 rows = self._decode(context, batch, slots)
-                for slot, span in zip(slots, batch, strict=True):
-                    self._lengths[slot] += len(span.tokens)
+                for sequence, span in zip(sequences, batch, strict=True):
+                    sequence.commit(span.tokens)
                 self._torn = False
                 return rows
             except BaseException:
                 self._torn = True
-                self._lengths.update(former)
+                for sequence, length in zip(sequences, former, strict=True):
+                    del sequence.ids[length:]
                 raise
 
     def crop(self, cache: Cache, length: int) -> None:
-        """Cut a cache back to its first ``length`` tokens."""
+        """Cut a cache back to its first ``length`` tokens.
+
+        Raises:
+            CropError: llama.cpp's memory doesn't go back that far. The cache holds what it held.
+        """
         with self._lock:
             self._opened()
             slot = self._slot_of(cache)
             check_crop(cache, length)
             self._settle()
-            former = self._lengths[slot]
+            former = len(cache)
             if length == former or self._context is None:
                 return
-            # Interrupted from here on it is cropped, and the rest goes before its next use.
-            self._torn = True
-            self._lengths[slot] = length
-            done = self._context.trim(slot, length)
-            if not done or self._context.length(slot) != length:
-                self._lengths[slot] = former
+            self._torn = True  # interrupted from here on it is cropped or as before
+            if not go_back(self._context, slot, self._sequences[slot], length, self._replays):
                 raise CropError(
                     f"llama.cpp can't cut this cache from {former} to {length} tokens: "
                     "close it and read the tokens again into a new one"
@@ -251,13 +273,28 @@ class LlamaCppBackend:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
+    def _find_rollback(self, model: Model) -> str:
+        """Try which way back this model's memory has."""
+        if rolls_back(self):
+            return "crop"
+        self._replays = True
+        with suppress(RuntimeFailure):  # over what the first try couldn't take back
+            if rolls_back(self):
+                return "snapshot and replay"
+        self.close()
+        raise UnsupportedModelError(
+            f"{model.path.name} is a {self._info['architecture']} model, and this llama.cpp can "
+            f"neither cut its {memory_kind(model)} memory back nor restore it: after a crop it "
+            "gives other rows; use another model, or another version of llama-cpp-python"
+        )
+
     def _opened(self) -> Model:
         if self._model is None:
             raise ValueError("this backend is closed: load the model again")
         return self._model
 
     def _slot_of(self, cache: Cache) -> int:
-        if not isinstance(cache, LlamaCppCache) or cache._lengths is not self._lengths:
+        if not isinstance(cache, LlamaCppCache) or cache._sequences is not self._sequences:
             raise ValueError("this cache belongs to another backend: use one of new_cache()")
         if not cache._release.alive:
             raise ValueError("this cache is closed: use one of new_cache()")
@@ -269,11 +306,13 @@ class LlamaCppBackend:
             slot = self._released[0]
             if self._context is not None:
                 self._context.trim(slot, 0)
-            self._lengths.pop(slot, None)
+            self._sequences.pop(slot, None)
             self._released.popleft()
         if self._torn and self._context is not None:
-            for slot, length in self._lengths.items():
-                if not self._context.trim(slot, length):
+            # Every sequence: a failed forward may also have moved the states of others.
+            for slot, sequence in self._sequences.items():
+                length = len(sequence.ids)
+                if not go_back(self._context, slot, sequence, length, self._replays, torn=True):
                     raise RuntimeFailure(
                         "llama.cpp can't take back what a failed call left in its memory: "
                         "load the model again"
@@ -283,7 +322,8 @@ class LlamaCppBackend:
     def _with_room_for(self, model: Model, more: int) -> Context:
         """The context, after a move to a larger one where it is too small."""
         old = self._context
-        need, slots = sum(self._lengths.values()) + more, max(self._lengths) + 1
+        need = sum(len(sequence.ids) for sequence in self._sequences.values()) + more
+        slots = max(self._sequences) + 1
         if old is not None and need <= old.cells and slots <= old.slots:
             return old
         if need > self._most_cells:
@@ -291,7 +331,7 @@ class LlamaCppBackend:
                 f"the open caches need {need} tokens and this model's rotary factors change past "
                 f"{self._most_cells}: close some, or load with n_ctx above {self._most_cells}"
             )
-        cells = min(power_of_two(need), len(self._lengths) * self.max_context)
+        cells = min(power_of_two(need), len(self._sequences) * self.max_context)
         cells = max(cells, FIRST_CELLS, self._fewest_cells, old.cells if old else 0)
         new = Context(
             model,
@@ -302,17 +342,22 @@ class LlamaCppBackend:
             verbose=self._verbose,
         )
         if old is not None:
-            for slot, length in self._lengths.items():
-                if length:
-                    new.take_over(old, slot)
+            for slot in self._sequences:
+                new.take_over(old, slot)
         self._context = new
         return new
 
     def _decode(self, context: Context, batch: Sequence[Span], slots: list[int]) -> list[Rows]:
-        packed = self._packed
-        packed.restart(sum(len(span.tokens) for span in batch))
-        for slot, (_, tokens, num_logits) in zip(slots, batch, strict=True):
-            packed.add(tokens, position=self._lengths[slot], slot=slot, num_logits=num_logits)
+        packed, sequences = self._packed, [self._sequences[slot] for slot in slots]
+        unread = sum(len(sequence.unread) for sequence in sequences)
+        packed.restart(unread + sum(len(span.tokens) for span in batch))
+        for slot, sequence, span in zip(slots, sequences, batch, strict=True):
+            packed.add(
+                [*sequence.unread, *span.tokens],
+                position=sequence.num_read,
+                slot=slot,
+                num_logits=span.num_logits,
+            )
 
         parts: list[Rows] = []
         for start in range(0, packed.count, self._n_batch):
@@ -348,15 +393,17 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 def refuse_unsuitable(model: Model) -> None:
     """Raise for models that can't be decoded speculatively here, by name."""
     architecture = model.metadata("general.architecture")
-    if lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer):
-        raise UnsupportedModelError(
-            f"{model.path.name} is a {architecture} model: it has recurrent layers, whose state "
-            "can't be cut back to an earlier token; use a model with attention only"
-        )
     if lib.llama_model_has_encoder(model.pointer) or lib.llama_model_is_diffusion(model.pointer):
         raise UnsupportedModelError(
             f"{model.path.name} is a {architecture} model, not a causal language model"
         )
+
+
+def memory_kind(model: Model) -> str:
+    """What llama.cpp calls the memory of a model."""
+    if lib.llama_model_is_recurrent(model.pointer):
+        return "recurrent"
+    return "hybrid" if lib.llama_model_is_hybrid(model.pointer) else "attention"
 
 
 def cell_limits(model: Model, max_context: int) -> tuple[int, int]:

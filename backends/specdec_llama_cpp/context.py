@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -14,8 +14,13 @@ from llama_cpp import llama_cpp as lib
 from specdec.errors import RuntimeFailure
 from specdec_llama_cpp.log import borrowed_log
 
-__all__ = ["Context", "Model", "PackedTokens"]
+__all__ = ["Context", "Model", "PackedTokens", "State"]
 
+State: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Part of a state is what cutting it would lose: the recurrent one, and the attention window.
+WHOLE, PART = lib.LLAMA_STATE_SEQ_FLAGS_NONE, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+BytePointer = ctypes.POINTER(ctypes.c_uint8)
 Int32Pointer = ctypes.POINTER(ctypes.c_int32)
 Int8Pointer = ctypes.POINTER(ctypes.c_int8)
 SequencePointer = ctypes.POINTER(Int32Pointer)
@@ -89,6 +94,7 @@ class Context:
         self.pointer = pointer
         self.memory = lib.llama_get_memory(pointer)
         self.cells, self.slots, self.verbose = cells, slots, verbose
+        self.window: int = lib.llama_model_n_swa(model.pointer)
         weakref.finalize(self, silently, lib.llama_free, pointer)
 
     def decode(self, piece: Any) -> None:
@@ -112,24 +118,47 @@ class Context:
         """How many tokens the memory holds of a sequence."""
         return int(lib.llama_memory_seq_pos_max(self.memory, slot)) + 1
 
+    def holds(self, slot: int, length: int) -> bool:
+        """Whether the memory holds ``length`` tokens, those of an attention window included.
+
+        Tokens that have left the window are overwritten by other sequences' now and then, and after
+        a crop they would be in it again. What is left of a sequence has no gaps.
+        """
+        first = lib.llama_memory_seq_pos_min(self.memory, slot)
+        in_window = max(0, length - self.window + 1) if self.window else 0
+        return self.length(slot) == length and first <= in_window
+
     def trim(self, slot: int, length: int) -> bool:
         """Cut a sequence back; whether the memory now holds no more than ``length`` tokens."""
         done = lib.llama_memory_seq_rm(self.memory, slot, length, -1)
         return bool(done) and self.length(slot) <= length
 
+    def state(self, slot: int, *, whole: bool = False) -> State:
+        """A copy of what the memory holds of a sequence, or of what cutting it would lose."""
+        part = WHOLE if whole else PART
+        size = lib.llama_state_seq_get_size_ext(self.pointer, slot, part)
+        state = np.empty(size, np.uint8)
+        data = pointer_to(state, 0, BytePointer)
+        with borrowed_log(verbose=self.verbose) as errors:
+            written = lib.llama_state_seq_get_data_ext(self.pointer, data, size, slot, part)
+        if not written:
+            raise RuntimeFailure(f"llama.cpp can't copy its memory's state: {spoken(errors)}")
+        return state[:written]
+
+    def restore(self, slot: int, state: State, length: int, *, whole: bool = False) -> bool:
+        """Put a state of ``length`` tokens back; whether the memory now holds just them."""
+        part = WHOLE if whole else PART
+        data = pointer_to(state, 0, BytePointer)
+        with borrowed_log(verbose=self.verbose):
+            read = lib.llama_state_seq_set_data_ext(self.pointer, data, state.size, slot, part)
+            return bool(read) and self.trim(slot, length) and self.length(slot) == length
+
     def take_over(self, other: "Context", slot: int) -> None:
         """Copy a sequence from another context of the same model, bit for bit."""
         length = other.length(slot)
-        size = lib.llama_state_seq_get_size(other.pointer, slot)
-        state = np.empty(size, np.uint8)
-        data = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        with borrowed_log(verbose=self.verbose) as errors:
-            written = lib.llama_state_seq_get_data(other.pointer, data, size, slot)
-            read = written and lib.llama_state_seq_set_data(self.pointer, data, written, slot)
-        if not read or self.length(slot) != length:
+        if length and not self.restore(slot, other.state(slot, whole=True), length, whole=True):
             raise RuntimeFailure(
-                f"llama.cpp can't move a sequence of {length} tokens to a context of "
-                f"{self.cells}: {spoken(errors)}"
+                f"llama.cpp can't move a sequence of {length} tokens to a context of {self.cells}"
             )
 
 
