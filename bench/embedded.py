@@ -55,7 +55,9 @@ def main() -> None:
     path = embedded_gguf()
     target, draft = HFBackend(path, dtype="float32"), LlamaCppBackend(path)
     plain = SpeculativeDecoder(target, keep_caches=0)
-    speculative = SpeculativeDecoder(target, draft, num_draft_tokens=options.num_draft_tokens, keep_caches=0)
+    speculative = SpeculativeDecoder(
+        target, draft, num_draft_tokens=options.num_draft_tokens, keep_caches=0
+    )
 
     def by_transformers(ids: list[int]) -> tuple[list[int], float | None]:
         row = torch.tensor([ids])

@@ -38,7 +38,9 @@ def main() -> None:
     for kind in options.types:
         draft = target.self_draft(kind)
         for count in options.num_draft_tokens:
-            decoders[kind, count] = SpeculativeDecoder(target, draft, num_draft_tokens=count, keep_caches=0)
+            decoders[kind, count] = SpeculativeDecoder(
+                target, draft, num_draft_tokens=count, keep_caches=0
+            )
     prompts = [
         encode_prompt(target.vocab, [{"role": "user", "content": text}])
         for text in PROMPTS.values()

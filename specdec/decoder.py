@@ -148,9 +148,13 @@ class SpeculativeDecoder:
         self._kept = KeptCaches(target, 0 if strict else keep_caches)
         self._proposer: Proposer | None = None
         if draft is not None:
-            stops_early = verification != "block"
             self._proposer = Proposer(
-                draft, target.vocab.size, self.costs, clock, stops_early=stops_early
+                draft,
+                target.vocab.size,
+                self.costs,
+                clock,
+                may_stop=verification != "block",
+                may_choose=verification == "coupled",
             )
         self._progress = progress
         self._clock = clock
@@ -369,7 +373,7 @@ class SpeculativeDecoder:
         started = self._clock()
         drafts = [Draft(())] * len(active)
         if self._proposer is not None and requests:
-            drafts = self._proposer.propose(len(active), requests)
+            drafts = self._proposer.propose(active, requests)
         drafted = self._clock()
 
         batch = [

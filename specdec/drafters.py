@@ -156,7 +156,7 @@ class ModelDrafter(Drafter):
                 token = request.sampler.guess(logits, request.ids, draft)
                 if token is not None and token in self._shared:
                     draft.append(token)
-                    if wanted > 1 and _goes_on(request, logits[0], token):
+                    if _goes_on(request, logits[0], token) and wanted > 1:
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [

@@ -23,6 +23,7 @@ ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
+PROBE_GAP = 4  # plain steps between them at least
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
@@ -230,11 +231,20 @@ class Acceptance:
         stands = max(0.0, 1.0 - fails)
         return (stood + CONFIDENCE_WEIGHT * stands) / (tried + CONFIDENCE_WEIGHT)
 
-    def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
-        """Enter a round: the tokens it brought make what came before count less."""
-        keep = math.exp(-(num_correct + 1) / MEMORY)
+    def expect(self, chance: float) -> None:
+        """Enter a round whose first draft was given up, for so small was its chance."""
+        self._age(1)
+        self._positions[0][0] += 1
+        self._positions[0][1] += chance
+
+    def _age(self, num_tokens: int) -> None:
+        keep = math.exp(-num_tokens / MEMORY)
         for pair in (*self._positions, *self._confidences, self._failures):
             pair[:] = [count * keep for count in pair]
+
+    def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
+        """Enter a round: the tokens it brought make what came before count less."""
+        self._age(num_correct + 1)
         for position in range(min(num_correct + 1, num_proposed)):
             pairs = [self._positions[position]]
             if position < len(confidences):
@@ -260,6 +270,10 @@ class FixedLength:
     def wanted(self, limit: int, lag: int = 0, num_sequences: int = 1) -> int:
         """The most tokens to draft in the next round, up to ``limit``."""
         return min(limit, self.num_draft_tokens)
+
+    def keep(self, num_proposed: int) -> int:
+        """How many of the drafts, the first so many, are worth a place in the target's forward."""
+        return num_proposed
 
     def observe(self, num_proposed: int, num_correct: int) -> None:
         """Makes no difference."""
@@ -295,6 +309,9 @@ class MeasuredLength(FixedLength):
         self._confidences: list[float] = []
         self._extra = 0.0  # seconds of the round before its first draft
         self._probing = False
+        self._given_up = 0  # drafts, when none was kept
+        self._plain_ct = 0  # steps since the last draft
+        self._num_sequences = 1
         self._expected_tokens = self._expected_steps = 0.0
         self._rates: list[float] = []  # of standing, by position
         self._seconds: list[float] = []  # of a round, by its drafts
@@ -316,6 +333,7 @@ class MeasuredLength(FixedLength):
         self._rates = rates
         self._seconds = self.costs.rounds(limit, num_sequences)
         self._confidences, self._probing, self._extra = [], False, lag * self.costs.read
+        self._given_up, self._num_sequences = 0, num_sequences
         self._planned, self._rate = 0, 1 / self._seconds[0]
         tokens = chance = 1.0
         for count in range(1, limit + 1):
@@ -331,7 +349,7 @@ class MeasuredLength(FixedLength):
         elif limit > 0 and self._planned == 0:
             count = min(range(1, limit + 1), key=self._seconds.__getitem__)
             loss = (self._seconds[count] + self._extra) / self._seconds[0] - 1
-            self._probing = self.costs.may_lose(loss)
+            self._probing = self._plain_ct >= PROBE_GAP and self.costs.may_lose(loss)
             self._planned = count if self._probing else 0
         return self._planned
 
@@ -356,13 +374,34 @@ class MeasuredLength(FixedLength):
         known = [self.acceptance.of(confidence) for confidence in self._confidences]
         return list(accumulate((known + self._rates[len(known) :])[:num_proposed], operator.mul))
 
+    def keep(self, num_proposed: int) -> int:
+        """How many are worth checking, now that it is known how sure the draft was of each."""
+        best, kept, tokens = 0.0, 0, 0.0
+        plain = self._seconds[0]
+        for count, chance in enumerate(self._chances(num_proposed), 1):
+            tokens += chance
+            checking = self._seconds[count] - self.costs.drafts(count, self._num_sequences) - plain
+            if tokens - self._rate * checking > best:
+                best, kept = tokens - self._rate * checking, count
+        self._given_up = 0 if kept else num_proposed
+        return kept
+
     def observe(self, num_proposed: int, num_correct: int) -> None:
         """Enter what became of the round's drafts; that none came is as bad as a wrong one."""
-        num_proposed = max(num_proposed, min(self._planned, 1))
-        steps = (self._seconds[num_proposed] + self._extra * bool(num_proposed)) / self._seconds[0]
-        self._expected_tokens += 1 + sum(self._chances(num_proposed))
+        if self._given_up:
+            drafting = self.costs.drafts(self._given_up, self._num_sequences) + self._extra
+            steps = 1 + drafting / self._seconds[0]
+            self.acceptance.expect(*self._chances(1))
+            chances = []
+        else:
+            num_proposed = max(num_proposed, min(self._planned, 1))
+            extra = self._extra * bool(num_proposed)
+            steps = (self._seconds[num_proposed] + extra) / self._seconds[0]
+            chances = self._chances(num_proposed)
+            self.acceptance.observe(self._confidences, num_proposed, num_correct)
+        self._plain_ct = 0 if self._planned else self._plain_ct + 1
+        self._expected_tokens += 1 + sum(chances)
         self._expected_steps += steps
-        self.acceptance.observe(self._confidences, num_proposed, num_correct)
         lost = max(0.0, steps - num_correct - 1) if self._probing else 0.0
         self.costs.count_tokens(num_correct + 1, lost)
 

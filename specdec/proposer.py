@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from specdec.drafters import Draft, Drafter, DraftRequest
 from specdec.policy import READ_TOKENS, Costs
@@ -20,8 +21,10 @@ class Proposer:
         num_ids: The size of the target's vocabulary.
         costs: Where its times are entered.
         clock: In seconds.
-        stops_early: Whether a drafter may be told to stop when it is unsure. Block verification
-            takes the length of a block as given beforehand.
+        may_stop: Whether a drafter may be told to stop when it is unsure. Block verification takes
+            the length of a block as given beforehand.
+        may_choose: Whether drafts may be given up for how unsure they are. The papers' rules need
+            every draft that was drawn.
     """
 
     def __init__(
@@ -31,13 +34,15 @@ class Proposer:
         costs: Costs,
         clock: Callable[[], float],
         *,
-        stops_early: bool,
+        may_stop: bool,
+        may_choose: bool,
     ) -> None:
         self.drafter = drafter
         self._num_ids = num_ids
         self._costs = costs
         self._clock = clock
-        self._stops_early = stops_early
+        self._may_stop = may_stop
+        self._may_choose = may_choose
 
     def requests(self, active: Sequence[Request], limits: Sequence[int]) -> dict[int, DraftRequest]:
         """What to ask for, by the number of the sequence. Who lags far behind reads first."""
@@ -49,14 +54,22 @@ class Proposer:
             wanted = sequence.policy.wanted(limit, lag, len(active))
             if wanted > 0:
                 self._catch_up(sequence, lag)
-                go_on = sequence.policy.go_on if self._stops_early else None
+                go_on = sequence.policy.go_on if self._may_stop else None
                 requests[index] = self._request(sequence, wanted, go_on)
         return requests
 
-    def propose(self, num_sequences: int, requests: Mapping[int, DraftRequest]) -> list[Draft]:
-        """One draft per sequence, empty where none was asked for."""
-        answers = dict(zip(requests, self._ask(list(requests.values())), strict=True))
-        return [answers.get(index, Draft(())) for index in range(num_sequences)]
+    def propose(
+        self, active: Sequence[Request], requests: Mapping[int, DraftRequest]
+    ) -> list[Draft]:
+        """One draft per sequence, empty where none was asked for or is worth checking."""
+        drafts = [Draft(())] * len(active)
+        answers = self.ask(list(requests.values()))
+        for index, draft in zip(requests, answers, strict=True):
+            if self._may_choose and draft.token_ids:
+                kept = active[index].policy.keep(len(draft.token_ids))
+                draft = draft._replace(token_ids=draft.token_ids[:kept])
+            drafts[index] = draft
+        return drafts
 
     def try_out(self, sequence: Request, limit: int) -> None:
         """Draft twice for the times alone; the first may be slow for being the first."""
@@ -64,23 +77,31 @@ class Proposer:
         if count > 0:
             self._catch_up(sequence, self.drafter.lag(sequence.draft_state, sequence.ids))
             for _ in range(2):
-                self._ask([self._request(sequence, count, None)])
+                self.ask([self._request(sequence, count, None)])
                 self.drafter.commit(sequence.draft_state, sequence.ids)
 
     def _request(
         self, sequence: Request, count: int, go_on: Callable[[float], bool] | None
     ) -> DraftRequest:
-        return DraftRequest(sequence.draft_state, sequence.ids, count, sequence.sampler, go_on)
+        sequence.sampler.forget()
+        state, policy = sequence.draft_state, sequence.policy
+        return DraftRequest(state, sequence.ids, count, sequence.sampler, go_on, policy)
 
     def _catch_up(self, sequence: Request, lag: int) -> None:
         if lag >= READ_TOKENS:  # fewer are read with the first draft
-            started = self._clock()
-            self.drafter.catch_up(sequence.draft_state, sequence.ids)
-            seconds = self._clock() - started
-            self._costs.count_read(seconds, lag)
+            seconds = self.read(sequence.draft_state, sequence.ids, lag)
             sequence.stats.prefill_seconds += seconds
 
-    def _ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def read(self, state: Any, ids: Sequence[int], lag: int) -> float:
+        """Let the drafter read what it lags behind; the seconds that it took."""
+        started = self._clock()
+        self.drafter.catch_up(state, ids)
+        seconds = self._clock() - started
+        self._costs.count_read(seconds, lag)
+        return seconds
+
+    def ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, checked and timed."""
         lag = sum(self.drafter.lag(request.state, request.ids) for request in requests)
         started = self._clock()
         answers = self.drafter.propose(requests)

@@ -253,3 +253,68 @@ def test_smollm2_drafted_by_its_own_quantisation(smollm2: HFBackend, smollm2_ggu
     assert stats.accept_length is not None
     assert stats.accept_length > 3
     assert stats.target_forward_ct < 16
+
+
+@pytest.mark.parametrize("draft", ["hf draft", "gguf draft"])
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_a_stream_closed_at_any_token_leaves_the_decoder_as_new(
+    tiny: dict[str, ModelBackend], target: str, draft: str
+) -> None:
+    decoder = SpeculativeDecoder(tiny[target], tiny[draft], num_draft_tokens=3)
+    expected = outcome(decoder.generate(PROMPTS[0], max_new_tokens=20))
+    for number in range(20):
+        stream = decoder.stream(PROMPTS[0], max_new_tokens=20)
+        for _ in range(number):
+            next(stream)
+        stream.close()
+        assert outcome(decoder.generate(PROMPTS[0], max_new_tokens=20)) == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError("injected"), KeyboardInterrupt()])
+@pytest.mark.parametrize("side", ["target", "draft"])
+@pytest.mark.parametrize("runtime", ["hf", "gguf"])
+def test_a_fault_at_any_forward_leaves_the_decoder_as_new(
+    tiny: dict[str, ModelBackend],
+    runtime: str,
+    side: str,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = SpeculativeDecoder(
+        tiny[f"{runtime} target"], tiny[f"{runtime} draft"], num_draft_tokens=3
+    )
+    expected = outcome(decoder.generate(PROMPTS[0], max_new_tokens=12))
+    backend = tiny[f"{runtime} {side}"]
+    forward, calls, fail_at = backend.forward, 0, -1
+
+    def faulty(batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == fail_at:
+            raise error
+        return forward(batch)
+
+    monkeypatch.setattr(backend, "forward", faulty)
+    decoder.generate(PROMPTS[0], max_new_tokens=12)
+    for call in range(calls):
+        calls, fail_at = 0, call
+        with pytest.raises(type(error), match="injected" if str(error) else None):
+            decoder.generate(PROMPTS[0], max_new_tokens=12)
+        calls, fail_at = 0, -1
+        assert outcome(decoder.generate(PROMPTS[0], max_new_tokens=12)) == expected
+        decoder.clear()
+
+
+@pytest.mark.parametrize("draft", ["hf draft", "gguf draft"])
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_a_turn_of_a_conversation_feeds_what_is_new(
+    tiny: dict[str, ModelBackend], target: str, draft: str
+) -> None:
+    decoder = SpeculativeDecoder(tiny[target], tiny[draft], num_draft_tokens=3)
+    fresh = SpeculativeDecoder(tiny[target], keep_caches=0)
+    text = list(range(5, 45))
+    for turn in range(4):
+        result = decoder.generate(text, max_new_tokens=20)
+        assert result.token_ids == fresh.generate(text, max_new_tokens=20).token_ids
+        assert result.stats.cached_tokens == (len(text) - 7 if turn else 0)
+        text = [*text, *result.token_ids, *range(10 + turn, 16 + turn)]

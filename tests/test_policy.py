@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import Draft, Drafter, DraftRequest, SpeculativeDecoder
+from specdec import Draft, Drafter, DraftRequest, SamplingParams, SpeculativeDecoder
 from specdec.policy import Acceptance, Costs, MeasuredLength, best_length, break_even
+from specdec.request import Verification
 from specdec.testing import TableBackend, VirtualClock
 
 
@@ -96,7 +97,7 @@ def test_a_hopeless_draft_does_not_even_read_the_prompt() -> None:
     draft = target.sibling(9.0)
     target.clock = draft.clock = VirtualClock()
     draft.cost = lambda tokens: 3.0 * tokens
-    decoder = SpeculativeDecoder(target, draft, clock=target.clock)
+    decoder = SpeculativeDecoder(target, draft, clock=target.clock, keep_caches=0)
     decoder.generate([1, 2], max_new_tokens=64)
     before, started = draft.fed_ct, target.clock.seconds
     result = decoder.generate([1] * 50, max_new_tokens=64)
@@ -125,6 +126,37 @@ def test_drafting_stops_where_the_draft_is_unsure() -> None:
     assert policy.wanted(16) > 3
     assert policy.go_on(0.99)
     assert not policy.go_on(0.05)
+
+
+def test_drafts_that_are_sure_to_fail_are_not_checked() -> None:
+    policy = MeasuredLength(costs(0.02, *[1.0 + 0.1 * width for width in range(17)]), 16)
+
+    def kept(confidence: float) -> int:
+        """Of one draft, when the next one is wanted."""
+        while not policy.wanted(16):
+            policy.observe(0, 0)
+        policy.go_on(confidence)
+        return policy.keep(1)
+
+    for _ in range(10):  # what is unsure falls, whenever it is looked at
+        policy.observe(kept(0.001), 0)
+    assert kept(0.001) == 0
+    policy.observe(0, 0)
+    assert kept(0.999) == 1
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_under_the_papers_rules_every_draft_is_checked(
+    verification: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give drafts up for how unsure they are would change the law."""
+    monkeypatch.setattr(MeasuredLength, "keep", lambda self, num_proposed: 0)
+    target = TableBackend.random(12, seed=1)
+    decoder = SpeculativeDecoder(target, target, verification=verification)
+    sampling = SamplingParams(temperature=1, seed=1)
+    stats = decoder.generate([1, 2], max_new_tokens=64, sampling=sampling).stats
+    assert stats.draft_forward_ct > 0
+    assert (stats.num_proposed_drafts > 0) == (verification != "coupled")
 
 
 @given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16)), max_size=60))

@@ -1,7 +1,6 @@
 """The backend contract, kept by a transformers model."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from threading import Lock
@@ -14,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.backend import Cache, Span, check_crop, check_forward
 from specdec.errors import RuntimeFailure, UnsupportedModelError
 from specdec.vocab import Vocabulary
-from specdec_hf.border import borrowed, cache_keyword, call, check_model, context_limit
+from specdec_hf.border import check_model, context_limit
+from specdec_hf.engines import choose_engine
 from specdec_hf.loading import as_device, as_dtype, load
-from specdec_hf.packed import KeyValueStore, PackedCache
 from specdec_hf.self_draft import self_draft, write_quantized
 from specdec_hf.tokens import logits_width, vocabulary
 
@@ -27,28 +26,39 @@ __all__ = ["HFBackend"]
 
 
 class HFCache:
-    """The keys and values of one sequence. Made by ``HFBackend.new_cache``."""
+    """What the model remembers of one sequence. Made by ``HFBackend.new_cache``."""
 
-    __slots__ = ("_owner", "_store")
+    __slots__ = ("_owner", "_sequence")
 
-    def __init__(self, owner: "HFBackend", store: KeyValueStore) -> None:
+    def __init__(self, owner: "HFBackend", sequence: Any) -> None:
         self._owner = owner
-        self._store: KeyValueStore | None = store
+        self._sequence = sequence
 
     def __len__(self) -> int:
-        return self._store.length if self._store else 0
+        return self._sequence.length if self._sequence else 0
+
+    @property
+    def num_replayed(self) -> int:
+        """Ids that were read again so far, because the model can't go back by itself."""
+        return self._sequence.num_replayed if self._sequence else 0
 
     def close(self) -> None:
         """Free the tensors."""
-        self._store = None
+        self._sequence = None
 
 
 class HFBackend:
-    """A causal language model in transformers, with its own key-value store.
+    """A causal language model in transformers.
 
     The spans of a forward are packed into one row without padding, whatever their lengths, so a
     batch costs about one pass over the weights. Every position is kept, in windowed layers too, so
     any cache can be cut back to any length.
+
+    Models that this can't serve, such as recurrent ones, run their spans one by one in caches of
+    transformers' own. Where those can't be cut, a state from before is restored and what follows
+    it read again. Which way a model goes is tried out at construction, in a few short forwards
+    that are compared with its own; ``info()["rollback"]`` says what came of it: ``"crop"``,
+    ``"recorded past"`` or ``"snapshot and replay"``.
 
     ``HFBackend("name")`` loads a model; ``HFBackend(model=..., tokenizer=...)`` takes one that is
     there. Its configuration, mode, hooks and generation settings are never changed: its attention
@@ -68,11 +78,16 @@ class HFBackend:
         revision: Branch, tag or commit on the hub.
         max_context: The most tokens of a sequence, if less than what the model was made for.
             Models whose rotary embedding changes with the length end where it changes.
+        cache: ``"packed"`` is as above, and None too where it can be. The others are transformers'
+            own: ``"dynamic"``; ``"static"``, which takes the memory and time of ``max_context``
+            tokens from the first; ``"offloaded"``, for a GPU whose memory is short;
+            ``"quantized"``, if it can be cut back.
         trust_remote_code: Run Python code that the model brings along. Read it first.
         local_files_only: Never ask the hub.
 
     Raises:
-        UnsupportedModelError: A model that packed spans can't serve; names its class and layers.
+        UnsupportedModelError: A model that would be computed wrongly, or a kind of cache that can't
+            be had for it; names the class and its layers, or that of the cache.
         ValueError: An argument out of range, or arguments that don't go together.
         OSError: A model that isn't there and can't be fetched.
     """
@@ -89,6 +104,7 @@ class HFBackend:
         gguf_file: str | None = None,
         revision: str | None = None,
         max_context: int | None = None,
+        cache: str | None = None,
         trust_remote_code: bool = False,
         local_files_only: bool = False,
     ) -> None:
@@ -117,9 +133,8 @@ class HFBackend:
         self._tokenizer = tokenizer
         self._vocab = _vocab(self._model, tokenizer, vocab)
         self._max_context = _max_context(context_limit(self._model.config), max_context)
-        self._cache_keyword = cache_keyword(self._model)
         self._lock = Lock()
-        self._try_out()
+        self._engine = choose_engine(self._model, self._max_context, cache)
 
     @property
     def vocab(self) -> Vocabulary:
@@ -143,7 +158,7 @@ class HFBackend:
 
     def new_cache(self) -> HFCache:
         """An empty cache for one sequence."""
-        return HFCache(self, KeyValueStore(self._max_context))
+        return HFCache(self, self._engine.new())
 
     def crop(self, cache: Cache, length: int) -> None:
         """Cut a cache back to its first ``length`` tokens.
@@ -153,12 +168,12 @@ class HFBackend:
             ValueError: It is closed, or another backend's.
         """
         with self._lock:
-            store = self._store(cache)
+            sequence = self._sequence(cache)
             check_crop(cache, length)
-            store.length = length
+            self._engine.crop(sequence, length)
 
     def forward(self, batch: Sequence[Span]) -> list[torch.Tensor]:
-        """Feed spans, all in one pass.
+        """Feed spans, in one pass if they can be packed.
 
         Args:
             batch: Spans of distinct caches.
@@ -174,24 +189,20 @@ class HFBackend:
             UnsupportedModelError: The model asks for a kind of attention that isn't honoured here.
         """
         with self._lock:
-            stores = [self._store(span.cache) for span in batch]
+            sequences = [self._sequence(span.cache) for span in batch]
             check_forward(self, batch)
             if not batch:
                 return []
-            lengths = [store.length for store in stores]
+            spans = [
+                (sequence, span.tokens, span.num_logits)
+                for sequence, span in zip(sequences, batch, strict=True)
+            ]
+            name = type(self._model).__name__
             try:
-                logits = self._run(batch, stores)
-                for span, store in zip(batch, stores, strict=True):
-                    store.length += len(span.tokens)
-                return list(logits.split([span.num_logits for span in batch]))
-            except BaseException as error:
-                for store, length in zip(stores, lengths, strict=True):
-                    store.length = length
-                if not isinstance(error, Exception):
-                    raise
-                name = type(self._model).__name__
-                if isinstance(error, UnsupportedModelError):
-                    raise UnsupportedModelError(f"{name} can't run here: {error}") from error
+                return self._engine.forward(spans)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{name} can't run here: {error}") from error
+            except Exception as error:
                 raise RuntimeFailure(
                     f"{name} failed in a forward of {len(batch)} spans "
                     f"({type(error).__name__}: {error}): the caches are as before"
@@ -227,48 +238,12 @@ class HFBackend:
         """
         return write_quantized(self, Path(path), quantization)
 
-    def _run(self, batch: Sequence[Span], stores: Sequence[KeyValueStore]) -> torch.Tensor:
-        """The wanted rows of all spans ``(rows, vocab.size)``. Lengths are left to the caller."""
-        sizes = [len(span.tokens) for span in batch]
-        ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        for span, store, stop in zip(batch, stores, accumulate(sizes), strict=True):
-            ids += span.tokens
-            positions += range(store.length, store.length + len(span.tokens))
-            rows += range(stop - span.num_logits, stop)
-        device = self._model.get_input_embeddings().weight.device
-        with borrowed(self._model):
-            packed = torch.tensor([ids, positions], device=device)
-            arguments: dict[str, Any] = {self._cache_keyword: PackedCache(stores, sizes)}
-            logits = call(
-                self._model,
-                input_ids=packed[:1],
-                position_ids=packed[1:],
-                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
-                **arguments,
-            )
-            return logits[0].float()
-
-    def _try_out(self) -> None:
-        """Refuse here, rather than in the first forward, a model that looks into its cache."""
-        try:
-            self.forward([Span(self.new_cache(), [0] * min(2, self._max_context), 0)])
-        except RuntimeFailure as error:
-            cause = error.__cause__
-            if not isinstance(cause, AttributeError | TypeError | IndexError):
-                raise
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} can't run here, because it looks into the keys and "
-                f"values of its full_attention layers ({cause})"
-            ) from cause
-
-    def _store(self, cache: Cache) -> KeyValueStore:
+    def _sequence(self, cache: Cache) -> Any:
         if not isinstance(cache, HFCache) or cache._owner is not self:
             raise ValueError("the cache belongs to another backend: make one by new_cache()")
-        if cache._store is None:
+        if cache._sequence is None:
             raise ValueError("the cache is closed: make another by new_cache()")
-        return cache._store
+        return cache._sequence
 
     def info(self) -> dict[str, object]:
         """What the model runs on."""
@@ -279,7 +254,8 @@ class HFBackend:
             "device": str(self._model.device),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "architecture": type(self._model).__name__,
-            "attention": "packed spans",
+            "attention": self._engine.attention,
+            "rollback": self._engine.rollback,
             "context": self._max_context,
             "threads": torch.get_num_threads(),
             "weight_bytes": sum(each.nbytes for each in self._model.parameters()),

@@ -3,30 +3,44 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
-from specdec_hf.packed import ATTENTION
 
-__all__ = ["borrowed", "cache_keyword", "call", "check_model", "context_limit"]
+__all__ = [
+    "borrowed",
+    "cache_keyword",
+    "check_model",
+    "context_limit",
+    "layer_types",
+    "parameters",
+    "why_not_packed",
+]
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
-def _parameters(model: PreTrainedModel) -> frozenset[str]:
+def parameters(model: PreTrainedModel) -> frozenset[str]:
+    """What a model's forward takes."""
     return frozenset(inspect.signature(type(model).forward).parameters)
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
     """What a model calls its cache: ``past_key_values`` became ``cache`` on the way to 5.24."""
-    return "cache" if "cache" in _parameters(model) else "past_key_values"
+    return "cache" if "cache" in parameters(model) else "past_key_values"
+
+
+def layer_types(model: PreTrainedModel) -> list[str]:
+    """The kinds of layers that its configuration names."""
+    config = model.config.get_text_config(decoder=True)
+    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return sorted(set(layers or ()))
 
 
 def check_model(model: object) -> PreTrainedModel:
-    """The model, unless packed spans would compute it wrongly or not at all.
+    """The model, if it reads from left to right and says what comes next.
 
     Raises:
         TypeError: It is no transformers model.
@@ -35,36 +49,38 @@ def check_model(model: object) -> PreTrainedModel:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{name} is no transformers model: give a plain PreTrainedModel, or a path")
-    reason = _why_not(model)
+    config = model.config.get_text_config(decoder=True)
+    reason = None
+    if model.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif not getattr(config, "is_causal", True) or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        reason = "its layers of type full_attention look ahead, or its positions aren't plain"
+    elif model.get_output_embeddings() is None:
+        reason = "it has no language-model head"
     if reason:
         raise UnsupportedModelError(
-            f"{name} can't run here: {reason}. Supported are decoders whose layers are all "
-            "full_attention or sliding_attention and go through transformers' AttentionInterface"
+            f"{name} can't run here: {reason}. Give a decoder that predicts the next token"
         )
     return model
 
 
-def _why_not(model: PreTrainedModel) -> str | None:
+def why_not_packed(model: PreTrainedModel) -> str | None:
+    """What is known beforehand to keep a model from packed spans."""
     config = model.config.get_text_config(decoder=True)
-    layers = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    strange = sorted(set(layers or ()) - ATTENTION_LAYERS)
-    missing = {"position_ids", "logits_to_keep"} - _parameters(model)
-    if model.config.is_encoder_decoder:
-        return "it is an encoder-decoder"
+    strange = sorted(set(layer_types(model)) - ATTENTION_LAYERS)
+    missing = {"position_ids", "logits_to_keep"} - parameters(model)
     if strange:
         return f"it has layers of type {', '.join(strange)}"
     if getattr(model, "_is_stateful", False):
-        return "its layers are recurrent, and what they hold can't be taken back"
+        return "its layers are recurrent"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention layers don't go through AttentionInterface"
-    if not getattr(config, "is_causal", True) or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        return "its layers of type full_attention look ahead, or its positions aren't plain"
     if getattr(config, "attention_chunk_size", None):
         return "it has layers of type chunked_attention"
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         return "its layers share keys and values with each other"
-    if missing or model.get_output_embeddings() is None:
-        return f"it has no language-model head that takes {' and '.join(sorted(missing)) or 'rows'}"
+    if missing:
+        return f"its forward doesn't take {' and '.join(sorted(missing))}"
     return None
 
 
@@ -94,16 +110,17 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 @contextmanager
-def borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model attend by packed spans and in evaluation mode; leave it as it was."""
-    configs = list(_configs(model.config))  # parents first, since setting one sets its children
+def borrowed(model: PreTrainedModel, attention: str | None = None) -> Iterator[None]:
+    """Let a model attend in that way, or its own, and in evaluation mode; leave it as it was."""
+    # Parents first, since setting one sets its children.
+    configs = list(_configs(model.config)) if attention else []
     before = [config._attn_implementation for config in configs]
     training = [module for module in model.modules() if module.training] if model.training else []
     try:
         for module in training:
             module.training = False
         for config in configs:
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = attention
         with torch.inference_mode():
             yield
     finally:
@@ -111,10 +128,3 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation = implementation
         for module in training:
             module.training = True
-
-
-def call(model: PreTrainedModel, **arguments: Any) -> torch.Tensor:
-    """The logits of a forward."""
-    output = model(**arguments, use_cache=True, return_dict=True)
-    logits: torch.Tensor = output.logits
-    return logits

@@ -8,17 +8,19 @@ attention function registered here.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from specdec.errors import UnsupportedModelError
+from specdec_hf.border import borrowed, cache_keyword
 
-__all__ = ["ATTENTION", "KeyValueStore", "PackedCache"]
+__all__ = ["KeyValueStore", "PackedCache", "PackedEngine"]
 
 ATTENTION = "specdec_packed"  # its name among transformers' attention implementations
 
@@ -39,6 +41,74 @@ HARMLESS = frozenset(
 )
 
 
+class PackedEngine:
+    """Runs the spans of a batch in one pass.
+
+    Args:
+        model: Whose attention goes through ``AttentionInterface``.
+        limit: The most tokens of a sequence.
+    """
+
+    attention = "packed spans"
+    rollback = "crop"
+
+    def __init__(self, model: PreTrainedModel, limit: int) -> None:
+        self._model = model
+        self._limit = limit
+        self._keyword = cache_keyword(model)
+
+    def new(self) -> "KeyValueStore":
+        """An empty sequence."""
+        return KeyValueStore(self._limit)
+
+    def crop(self, sequence: "KeyValueStore", length: int) -> None:
+        """Cut a sequence back."""
+        sequence.length = length
+
+    def forward(self, batch: Sequence[tuple["KeyValueStore", Sequence[int], int]]) -> list[Tensor]:
+        """Rows of sequences, ids and numbers of rows; after an exception nothing has changed."""
+        stores = [store for store, _, _ in batch]
+        sizes = [len(tokens) for _, tokens, _ in batch]
+        lengths = [store.length for store in stores]
+        try:
+            logits = self._run(batch, stores, sizes)
+            for store, length, size in zip(stores, lengths, sizes, strict=True):
+                store.length = length + size
+            return list(logits.split([num_logits for _, _, num_logits in batch]))
+        except BaseException:
+            for store, length in zip(stores, lengths, strict=True):
+                store.length = length
+            raise
+
+    def _run(
+        self,
+        batch: Sequence[tuple["KeyValueStore", Sequence[int], int]],
+        stores: Sequence["KeyValueStore"],
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """The wanted rows of all spans ``(rows, vocab.size)``."""
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for (store, tokens, num_logits), stop in zip(batch, accumulate(sizes), strict=True):
+            ids += tokens
+            positions += range(store.length, store.length + len(tokens))
+            rows += range(stop - num_logits, stop)
+        device = self._model.get_input_embeddings().weight.device
+        with borrowed(self._model, ATTENTION):
+            packed = torch.tensor([ids, positions], device=device)
+            output = self._model(
+                input_ids=packed[:1],
+                position_ids=packed[1:],
+                logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+                use_cache=True,
+                return_dict=True,
+                **{self._keyword: PackedCache(stores, sizes)},
+            )
+            logits: Tensor = output.logits[0].float()
+            return logits
+
+
 class KeyValueStore:
     """The keys and values of one sequence, every position of every layer.
 
@@ -48,6 +118,8 @@ class KeyValueStore:
     """
 
     __slots__ = ("layers", "length", "limit")
+
+    num_replayed = 0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -223,11 +223,14 @@ class LlamaCppBackend:
             sequences = [self._sequences[slot] for slot in slots]
             try:
                 context = self._with_room_for(model, sum(len(span.tokens) for span in batch))
+                self._torn = True  # until the lengths are right, whatever comes in between
                 if self._replays:
-                    for slot, sequence in zip(slots, sequences, strict=True):
+                    for slot, sequence, span in zip(slots, sequences, batch, strict=True):
+                        if sequence.apart:
+                            self._decode(context, [Span(span.cache, [], 0)], [slot])
+                            sequence.commit([])
                         if sequence.wants():
                             sequence.keep(context.state(slot))
-                self._torn = True  # until the lengths are right, whatever comes in between
                 rows = self._decode(context, batch, slots)
                 for sequence, span in zip(sequences, batch, strict=True):
                     sequence.commit(span.tokens)
