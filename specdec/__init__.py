@@ -13,6 +13,7 @@
 """
 
 from specdec.backend import Cache, Logits, ModelBackend, Span
+from specdec.composite import CompositeDrafter
 from specdec.decoder import SpeculativeDecoder, TokenStream
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import (
@@ -27,11 +28,14 @@ from specdec.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from specdec.lookup import PromptLookupDrafter
 from specdec.rejection import verify_block, verify_rejection
 from specdec.request import BatchOptions, GenerateOptions, GenerationResult, Verification
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
+from specdec.suffix import SuffixDrafter
+from specdec.translate import TranslatingDrafter
 from specdec.verify import verify_drafts
 from specdec.vocab import Message, Prompt, Vocabulary
 
@@ -39,6 +43,7 @@ __all__ = [
     "BackendError",
     "BatchOptions",
     "Cache",
+    "CompositeDrafter",
     "ContextFullError",
     "CropError",
     "Draft",
@@ -55,16 +60,19 @@ __all__ = [
     "ModelDrafter",
     "Processor",
     "Prompt",
+    "PromptLookupDrafter",
     "RuntimeFailure",
     "SamplingParams",
     "Span",
     "SpecdecError",
     "SpeculativeDecoder",
     "Stats",
+    "SuffixDrafter",
     "TokenEvent",
     "TokenIdError",
     "TokenLogprobs",
     "TokenStream",
+    "TranslatingDrafter",
     "UnsupportedModelError",
     "Verification",
     "Vocabulary",

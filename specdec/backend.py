@@ -10,7 +10,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from specdec.errors import ContextFullError, CropError, TokenIdError
 from specdec.vocab import Vocabulary
 
-__all__ = ["Cache", "Logits", "ModelBackend", "Span", "check_crop", "check_forward", "crop_to", "num_replayed"]
+__all__ = [
+    "Cache",
+    "Logits",
+    "ModelBackend",
+    "Span",
+    "check_crop",
+    "check_forward",
+    "crop_to",
+    "num_replayed",
+]
 
 # (num_logits, vocab.size) float32: a numpy array, a torch tensor, or another array-API array.
 Logits: TypeAlias = Any

@@ -9,7 +9,8 @@ from typing import Literal, Unpack, get_args
 
 from specdec import calibration
 from specdec.backend import ModelBackend, Span, crop_to, num_replayed
-from specdec.drafters import Draft, Drafter, ModelDrafter, named_draft
+from specdec.composite import LOOKUPS, CompositeDrafter, Source, named_lookups
+from specdec.drafters import Draft, Drafter, named_draft
 from specdec.policy import Costs, FixedLength, MeasuredLength
 from specdec.prefill import OnPrefill, prefill
 from specdec.proposer import Proposer
@@ -26,6 +27,7 @@ from specdec.reuse import KeptCaches
 from specdec.sampling import SamplingParams
 from specdec.stopping import TokenEvent
 from specdec.strict import StrictChoices
+from specdec.translate import model_drafter
 from specdec.vocab import Prompt
 
 __all__ = ["SpeculativeDecoder", "TokenStream"]
@@ -76,9 +78,11 @@ class SpeculativeDecoder:
 
     Args:
         target: The model whose output is wanted.
-        draft: A smaller model of the same vocabulary (in any runtime; the target itself too), a
-            ``Drafter``, or None for plain decoding. ``"self"``: the target's own weights,
+        draft: A smaller model, best of the same vocabulary (in any runtime; the target itself
+            too), a ``Drafter``, or None for plain decoding. ``"self"``: the target's own weights,
             quantised; ``"self:q8_0"`` and so on for more or fewer bits than the backend chooses.
+            ``"lookup"`` and ``"suffix"``: by the text itself. A list: each where it promises most
+            (see ``CompositeDrafter``), the cheap ones first.
         num_draft_tokens: How many tokens to draft per round; 0 is plain decoding. ``"auto"``: as
             many as bring the most tokens per second, by measured times and what stood lately; also
             none at all.
@@ -98,13 +102,13 @@ class SpeculativeDecoder:
         costs: What rounds take, as measured so far; ``"auto"`` goes by them.
 
     Raises:
-        VocabularyMismatchError: Target and draft have different tokenizers.
+        VocabularyMismatchError: The draft's vocabulary has too little in common with the target's.
     """
 
     def __init__(
         self,
         target: ModelBackend,
-        draft: ModelBackend | Drafter | str | None = None,
+        draft: ModelBackend | Drafter | str | Sequence[ModelBackend | Drafter | str] | None = None,
         *,
         num_draft_tokens: int | Literal["auto"] = "auto",
         max_draft_tokens: int = 16,
@@ -117,16 +121,15 @@ class SpeculativeDecoder:
         if not isinstance(target, ModelBackend):
             raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
         at_least(0, keep_caches=keep_caches)
-        if isinstance(draft, str):
-            draft = named_draft(target, draft)
-        if isinstance(draft, ModelBackend):
-            draft = ModelDrafter(draft, target.vocab, keep_caches=keep_caches)
-        elif draft is not None and (isinstance(draft, type) or not isinstance(draft, Drafter)):
-            raise TypeError(
-                f'draft must be "self", a backend or a Drafter, but {_what_lacks(draft)}'
-            )
+        drafter: Drafter | None = None
+        if draft is not None:
+            several = list(draft) if isinstance(draft, list | tuple) else [draft]
+            drafters = [each for one in several for each in _drafters(target, one, keep_caches)]
+            # A lookup costs nothing to ask: a composite does in every round, and takes what pays.
+            alone = len(drafters) == 1 and not isinstance(drafters[0], tuple(LOOKUPS.values()))
+            drafter = drafters[0] if alone else CompositeDrafter(drafters)
         self.target = target
-        self.drafter = draft
+        self.drafter = drafter
         self.num_draft_tokens: int | Literal["auto"] = "auto"
         if not isinstance(num_draft_tokens, str):
             self.num_draft_tokens = at_least(0, num_draft_tokens=num_draft_tokens)
@@ -144,12 +147,16 @@ class SpeculativeDecoder:
                 "another one of the same law: leave one of them out"
             )
         most = self.max_draft_tokens if num_draft_tokens == "auto" else int(num_draft_tokens)
+        self._most = most
         self._strict = StrictChoices(target, most + 1) if strict else None
         self._kept = KeptCaches(target, 0 if strict else keep_caches)
+        self._sources: Sequence[Source] = ()
+        if isinstance(drafter, CompositeDrafter):
+            self._sources = drafter.sources(self.costs, clock)
         self._proposer: Proposer | None = None
-        if draft is not None:
+        if drafter is not None:
             self._proposer = Proposer(
-                draft,
+                drafter,
                 target.vocab.size,
                 self.costs,
                 clock,
@@ -240,6 +247,11 @@ class SpeculativeDecoder:
             )
         if request.stats.reason:
             request.drafter = None
+        elif isinstance(self.drafter, CompositeDrafter):
+            fixed = self.num_draft_tokens != "auto"
+            request.policy = self.drafter.new_policy(
+                self.costs, self._sources, self._most, fixed=fixed
+            )
         elif self.num_draft_tokens == "auto":
             request.policy = MeasuredLength(self.costs, self.max_draft_tokens)
         else:
@@ -248,7 +260,8 @@ class SpeculativeDecoder:
 
     def _is_worth_calibrating(self, sequence: Request) -> bool:
         is_long = sequence.output.remaining >= CALIBRATION_TOKENS
-        return is_long and isinstance(sequence.policy, MeasuredLength) and not self.costs.known
+        is_measured = sequence.drafter is not None and self.num_draft_tokens == "auto"
+        return is_long and is_measured and not self.costs.known
 
     def _limit(self, sequence: Request) -> int:
         """The most drafts that a round may check: one token of every round is the target's own."""
@@ -416,6 +429,21 @@ class SpeculativeDecoder:
                 host=(committed - verified) / len(active),
                 rollback=(rolled_back - committed) / len(active),
             )
+
+
+def _drafters(target: ModelBackend, draft: object, keep_caches: int) -> list[Drafter]:
+    """What was given as a draft, made one or several."""
+    lookups: list[Drafter] = []
+    if isinstance(draft, str):
+        lookups, name = named_lookups(draft)
+        if name is None:
+            return lookups
+        draft = named_draft(target, name)
+    if isinstance(draft, ModelBackend):
+        return [*lookups, model_drafter(draft, target.vocab, keep_caches=keep_caches)]
+    if isinstance(draft, type) or not isinstance(draft, Drafter):
+        raise TypeError(f'draft must be "self", a backend or a Drafter, but {_what_lacks(draft)}')
+    return [draft]
 
 
 def _what_lacks(thing: object) -> str:

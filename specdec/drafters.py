@@ -1,5 +1,6 @@
 """Where drafts come from."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -7,13 +8,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from typing_extensions import override
 
 from specdec.backend import Cache, Logits, ModelBackend, Span, crop_to, num_replayed
+from specdec.policy import FixedLength
 from specdec.prefill import prefill
 from specdec.reuse import KeptCaches
 from specdec.sampling import Sampler
 from specdec.verify import masked, probability
-from specdec.vocab import Vocabulary, shared_ids
+from specdec.vocab import Vocabulary, odd_special, shared_ids
 
-__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "named_draft"]
+__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "goes_on", "named_draft"]
 
 
 class DraftRequest(NamedTuple):
@@ -25,6 +27,7 @@ class DraftRequest(NamedTuple):
     sampler: Sampler  # how the target will choose; its ``guess`` is for drafters with logits
     # Told the probability that the drafter gives the id it has just drafted: whether to go on.
     go_on: Callable[[float], bool] | None = None
+    policy: FixedLength | None = None  # what asks for so many; a composite chooses by it
 
 
 class Draft(NamedTuple):
@@ -34,6 +37,7 @@ class Draft(NamedTuple):
     forward_ct: int = 0  # draft-model forwards that it took
     reason: str | None = None  # why fewer were proposed than could be, for the statistics
     replayed_ct: int = 0  # ids that were read again, by a model that can't go back otherwise
+    by: str | None = None  # whose draft it is, where several drafters work together
 
 
 @runtime_checkable
@@ -98,6 +102,8 @@ class ModelDrafter(Drafter):
 
     Raises:
         VocabularyMismatchError: The two models have different tokenizers.
+
+    Warns where a special id means something else in the draft.
     """
 
     def __init__(
@@ -106,6 +112,8 @@ class ModelDrafter(Drafter):
         self.backend = backend
         self._kept = KeptCaches(backend, keep_caches)
         self._shared = shared_ids(target_vocab, backend.vocab)
+        if odd := odd_special(target_vocab, backend.vocab):
+            warnings.warn(f"{odd}. They are never drafted", stacklevel=2)
         self._num_tokens = min(target_vocab.num_tokens, backend.vocab.num_tokens)
         self._foreign = [i for i in range(self._num_tokens) if i not in self._shared]
 
@@ -118,7 +126,7 @@ class ModelDrafter(Drafter):
 
     @override
     def lag(self, state: _State, ids: Sequence[int]) -> int:
-        """One id is always left for the next draft, and one more after a round in which all stood."""
+        """One id is always left for the next draft, and one more where all of the last stood."""
         return 0 if state.reason else max(0, len(ids) - len(state.cache) - 2)
 
     @override
@@ -156,7 +164,7 @@ class ModelDrafter(Drafter):
                 token = request.sampler.guess(logits, request.ids, draft)
                 if token is not None and token in self._shared:
                     draft.append(token)
-                    if _goes_on(request, logits[0], token) and wanted > 1:
+                    if goes_on(request, logits[0], token) and wanted > 1:
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [
@@ -199,7 +207,8 @@ class ModelDrafter(Drafter):
         return None
 
 
-def _goes_on(request: DraftRequest, row: Logits, token: int) -> bool:
+def goes_on(request: DraftRequest, row: Logits, token: int) -> bool:
+    """Whether to draft on after ``token``, by the draft's row ``(width,)`` that it is of."""
     return request.go_on is None or request.go_on(probability(row, token))
 
 

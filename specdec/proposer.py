@@ -115,7 +115,7 @@ class Proposer:
             draft._replace(token_ids=self._checked(draft, request.num_tokens))
             for draft, request in zip(answers, requests, strict=True)
         ]
-        if reading < seconds / 2:  # else it tells little of a draft
+        if reading <= seconds / 2:  # else it tells little of a draft
             longest = max(1, *(len(draft.token_ids) for draft in drafts))
             self._costs.count_draft(seconds - reading, longest, len(requests))
         return drafts

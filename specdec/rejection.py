@@ -169,6 +169,10 @@ class RatioSampler(Sampler):
         return token
 
     @override
+    def forget(self) -> None:
+        self._guesses = {}
+
+    @override
     def verify(
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
     ) -> tuple[list[int], int]:

@@ -20,7 +20,8 @@ from specdec.rounding import (
     sample_ids,
     spread,
 )
-from specdec.vocab import shared_ids
+from specdec.translate import common_tokens, model_drafter
+from specdec.vocab import odd_special, shared_ids
 
 __all__ = ["Expectation", "ModelFacts", "PairCosts", "PairReport", "counted", "examine"]
 
@@ -91,8 +92,11 @@ class PairReport:
     Attributes:
         target: The target's facts.
         draft: The draft's; None if there is none.
-        num_shared: Ids that mean the same in both models: those that can be drafted.
-        num_different: Ids that both have and that differ, or are no token in one of them.
+        num_shared: Ids that mean the same in both models: those that can be drafted. Of different
+            tokenizers, the target's tokens that the draft has too, under whatever id.
+        num_different: Ids that both have and that differ, or are no token in one of them. None if
+            the tokenizers are different ones.
+        special: Which special tokens differ, in words, if any do.
         problem: Why the pair can't work. None: nothing was found.
         stability: The target's rows by width.
         rounding_limit: The largest relative difference of rows that rounding explains.
@@ -106,6 +110,7 @@ class PairReport:
     draft: ModelFacts | None
     num_shared: int | None = None
     num_different: int | None = None
+    special: str | None = None
     problem: str | None = None
     stability: tuple[Stability, ...] = ()
     rounding_limit: float = 0.0
@@ -115,11 +120,34 @@ class PairReport:
     idle: str | None = None
 
     @property
+    def vocabularies(self) -> str | None:
+        """How the two vocabularies go together, in plain words; None without a draft or before."""
+        if self.draft is None or self.num_shared is None:
+            return None
+        if self.num_different is None:
+            part = self.num_shared / self.target.num_tokens
+            return (
+                f"another tokenizer: {counted(self.num_shared, 'token')} of the target's "
+                f"{self.target.num_tokens} ({part:.0%}) {'is' if self.num_shared == 1 else 'are'} "
+                "in the draft's table too; drafts are translated"
+            )
+        same = "the same, " if not self.num_different else ""
+        text = same + counted(self.num_shared, "id is shared", "ids are shared")
+        if different := self.num_different:
+            how = counted(different, "differs and is never drafted", "differ and are never drafted")
+            text += f", {how}"
+        missing = self.target.num_tokens - self.draft.num_tokens
+        if missing > 0:
+            text += f", {counted(missing, 'is', 'are')} the target's alone"
+        return text
+
+    @property
     def verdict(self) -> list[str]:
         """What it comes to, in plain words."""
         if self.problem is not None:
             return [f"this pair can't work: {self.problem}"]
-        lines = [self._of_rows()] if self.stability else []
+        lines = [self.special] if self.special else []
+        lines += [self._of_rows()] if self.stability else []
         if self.costs is not None:
             lines.append(self._of_costs(self.costs))
         return lines
@@ -180,14 +208,20 @@ def examine(target: ModelBackend, draft: ModelBackend | None) -> Iterator[PairRe
     yield report
     known: Container[int] | None = None
     if draft is not None:
+        common, num_different = min(target.vocab.num_tokens, draft.vocab.num_tokens), None
         try:
             known = shared_ids(target.vocab, draft.vocab)
-        except VocabularyMismatchError as error:
-            yield replace(report, problem=str(error))
-            return
-        common = min(target.vocab.num_tokens, draft.vocab.num_tokens)
-        num_shared = sum(token in known for token in range(common))
-        report = replace(report, num_shared=num_shared, num_different=common - num_shared)
+            num_shared = sum(token in known for token in range(common))
+            num_different = common - num_shared
+            report = replace(report, special=odd_special(target.vocab, draft.vocab))
+        except VocabularyMismatchError:
+            try:
+                model_drafter(draft, target.vocab)
+            except VocabularyMismatchError as error:
+                yield replace(report, problem=str(error))
+                return
+            num_shared = len(common_tokens(target.vocab, draft.vocab))
+        report = replace(report, num_shared=num_shared, num_different=num_different)
     room = min(target.max_context, draft.max_context) if draft else target.max_context
     ids = sample_ids(target.vocab, max(1, min(LENGTH, room // 2)), known)
     problem = crop_problem(target, "target") or (crop_problem(draft, "draft") if draft else None)

@@ -212,6 +212,9 @@ class Sampler:
         (token,), (score,) = pick(self.scores(logits, ids, drafts))
         return token if score > -math.inf else None
 
+    def forget(self) -> None:
+        """Start a round afresh: nothing that was guessed so far is proposed."""
+
     def verify(
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
     ) -> tuple[list[int], int]:

@@ -27,6 +27,7 @@ class Stats:
         propose_histogram: ``propose_histogram[n]`` is the number of rounds with n drafts.
         replayed_ct: Ids that either model read again, because it can't go back otherwise.
         strict_ct: Choices so close that a forward over one token decided them (``strict=True``).
+        by_drafter: Of several drafters, by name: the drafts that were checked, and that stood.
         predicted_speedup: What the measured costs and this text's acceptance promised over plain
             decoding, where the number of drafts was chosen by them.
         prefill_seconds: Reading the prompt, by both models; also what a decoder measures once.
@@ -51,6 +52,7 @@ class Stats:
     propose_histogram: list[int] = field(default_factory=list)
     replayed_ct: int = 0
     strict_ct: int = 0
+    by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
     predicted_speedup: float | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -100,6 +102,10 @@ class Stats:
             self.verify_ct += 1
             self.num_proposed_drafts += len(draft.token_ids)
             self.num_correct_drafts += num_correct
+            if draft.by is not None:
+                proposed, stood = self.by_drafter.get(draft.by, (0, 0))
+                tally = (proposed + len(draft.token_ids), stood + num_correct)
+                self.by_drafter[draft.by] = tally
             count(self.propose_histogram, len(draft.token_ids))
             count(self.accept_histogram, num_correct)
 

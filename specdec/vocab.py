@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, cast
 
 from specdec.errors import VocabularyMismatchError
 
-__all__ = ["Message", "Prompt", "Vocabulary", "encode_prompt", "shared_ids"]
+__all__ = ["Message", "Prompt", "Vocabulary", "encode_prompt", "odd_special", "shared_ids"]
 
 Message: TypeAlias = Mapping[str, str]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -126,3 +126,22 @@ def shared_ids(target: Vocabulary, draft: Vocabulary) -> Container[int]:
             "draft. Take a draft of the target's own family"
         )
     return range(count) if not odd else frozenset(range(count)).difference(odd)
+
+
+def odd_special(target: Vocabulary, draft: Vocabulary) -> str | None:
+    """The special ids that spell something else in the other model, in words; None if all agree.
+
+    Such ids are never drafted, and where the text holds one the draft reads something else.
+    """
+    count = min(target.num_tokens, draft.num_tokens)
+    odd = [
+        f"id {i} is {target.tokens[i]!r} in the target and {draft.tokens[i]!r} in the draft"
+        for i in sorted(target.special_ids | target.eos_ids | draft.special_ids | draft.eos_ids)
+        if i < count
+        and target.tokens[i] != draft.tokens[i]
+        and None not in (target.tokens[i], draft.tokens[i])
+    ]
+    if not odd:
+        return None
+    more = f", and {len(odd) - 4} more" if len(odd) > 4 else ""
+    return f"target and draft differ in special tokens: {'; '.join(odd[:4])}{more}"

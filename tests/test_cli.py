@@ -102,6 +102,26 @@ def test_a_draft_changes_nothing_and_none_means_none(pair: list[str]) -> None:
     assert (found["self"]["draft"]["threads"], found["self"]["draft"]["context"]) == (1, 64)
 
 
+def test_lookups_draft_alone_and_with_a_model(pair: list[str]) -> None:
+    runner = CliRunner()
+    common = ["generate", *pair[:2], "--prompt", "the sea the sea", "--max-new-tokens", "24"]
+    found = {}
+    for draft in ("none", "lookup", "suffix", f"suffix+{pair[3]}", "lookup+self"):
+        result = runner.invoke(app, [*common, "--json", *FOUR, pair[2], draft])
+        assert result.exit_code == 0, result.output
+        found[draft] = json.loads(result.stdout.splitlines()[-1])
+    assert len({one["text"] for one in found.values()}) == 1
+    drafters = [one["draft"]["drafters"] for name, one in found.items() if name != "none"]
+    assert drafters[:2] == [["PromptLookupDrafter"], ["SuffixDrafter"]]
+    assert drafters[2:] == [
+        ["SuffixDrafter", "ModelDrafter"],
+        ["PromptLookupDrafter", "ModelDrafter"],
+    ]
+    assert found["suffix"]["draft"]["runtime"] == "lookup"
+    assert found["lookup+self"]["draft"]["runtime"] == "llama.cpp"
+    assert found["suffix"]["stats"]["by_drafter"].keys() == {"SuffixDrafter"}
+
+
 def test_an_unasked_draft_that_cannot_be_had_is_no_error(
     pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +185,8 @@ def test_the_summary_shows_what_is_known() -> None:
         (["--target-model", "nosuch:model"], "no backend is called 'nosuch'; installed are:"),
         (["--target-model", "llama-cpp:"], "names no model"),
         (["--draft-model", "self:q9"], "self: goes with f32, f16"),
+        (["--draft-model", "suffix+x.gguf"], "--draft-model needs a --target-model"),
+        (["--draft-model", "suffix+"], "name a model behind it"),
         (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
@@ -200,6 +222,7 @@ def test_an_error_is_one_line_and_exit_code_2(
         ("generate", "--strict --verification block", "leave one of them out"),
         ("generate", "--n-threads 0", "--n-threads"),
         ("check", "--n-ctx 0", "--n-ctx"),
+        ("check", "--draft-model suffix", "name the model alone"),
         ("check", "--n-threads -1", "--n-threads"),
         ("verify", "--max-new-tokens -1", "max_new_tokens must be at least 1"),
         ("verify", "--temperature -1", "temperature must be finite"),

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import ModelDrafter, SpeculativeDecoder, Vocabulary, VocabularyMismatchError
 from specdec.testing import TableBackend
-from specdec.vocab import encode_prompt, shared_ids
+from specdec.vocab import encode_prompt, odd_special, shared_ids
 
 
 def vocabulary(*tokens: bytes | None, size: int = 0, **options: Any) -> Vocabulary:
@@ -120,3 +120,19 @@ def test_a_vocabulary_has_no_more_tokens_than_ids() -> None:
 def test_what_ids_spell() -> None:
     vocab = vocabulary(b"a", b"<s>", None, size=9, special_ids=frozenset({1}))
     assert [vocab.spell(i) for i in (0, 1, 2, 5)] == [b"a", b"", b"", b""]
+
+
+def test_special_tokens_that_differ_are_named_in_a_warning() -> None:
+    target = vocabulary(*LETTERS, b"<end>", b"<user>", b"<x>", special_ids=frozenset({26, 27, 28}))
+    theirs = [*LETTERS, b"<end>", b"<human>", None]
+    draft = TableBackend(np.zeros((29, 29, 32)), tokens=theirs)
+    message = r"id 27 is b'<user>' in the target and b'<human>' in the draft. They are never"
+    with pytest.warns(UserWarning, match=message) as warned:
+        drafter = ModelDrafter(draft, target)
+    assert len(warned) == 1
+    assert drafter.open([27]).reason is None
+    same = vocabulary(*LETTERS, b"<end>", b"<user>", special_ids=frozenset({26}))
+    assert odd_special(target, same) is None
+    assert odd_special(target, draft.vocab) is not None
+    others = vocabulary(*(b"<%d>" % i for i in range(29)), special_ids=frozenset(range(29)))
+    assert (odd_special(target, others) or "").endswith(", and 25 more")

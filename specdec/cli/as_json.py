@@ -8,11 +8,14 @@ from typing import Any
 import typer
 
 from specdec.backend import ModelBackend
+from specdec.composite import CompositeDrafter
 
 __all__ = ["described", "print_json"]
 
 
-def described(target: ModelBackend, draft: ModelBackend | None) -> dict[str, Any]:
+def described(
+    target: ModelBackend, draft: ModelBackend | CompositeDrafter | None
+) -> dict[str, Any]:
     """What the models of a pair run on."""
     return {"target": dict(target.info()), "draft": draft and dict(draft.info())}
 

@@ -43,6 +43,7 @@ from specdec.cli.options import (
     command,
 )
 from specdec.cli.results import Report, Spread
+from specdec.composite import CompositeDrafter
 from specdec.decoder import SpeculativeDecoder
 from specdec.prompts import load_prompts
 from specdec.report import counted
@@ -139,7 +140,9 @@ def bench(
     end.reraise()
 
 
-def rival(target: ModelBackend, draft: ModelBackend | None) -> tuple[str, Contestant]:
+def rival(
+    target: ModelBackend, draft: ModelBackend | CompositeDrafter | None
+) -> tuple[str, Contestant]:
     """Transformers' own speculation with the same models, and what to call it."""
     from specdec.backends import HFBackend
 
@@ -183,7 +186,7 @@ def bar(text: str, total: int) -> Iterator[Callable[[], None]]:
 def title(
     models: ModelOptions,
     target: ModelBackend,
-    draft: ModelBackend | None,
+    draft: ModelBackend | CompositeDrafter | None,
     measured: str,
 ) -> str:
     """What was measured, in two lines."""
@@ -195,7 +198,7 @@ def title(
     return f"{text}{spelled(name, draft)}.\n{measured}"
 
 
-def spelled(name: str, backend: ModelBackend) -> str:
+def spelled(name: str, backend: ModelBackend | CompositeDrafter) -> str:
     """A model and what it runs on."""
     info = backend.info()
     keys = ("runtime", "dtype", "quantization", "device")

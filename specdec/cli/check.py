@@ -5,16 +5,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from rich.box import SIMPLE
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from specdec.backend import ModelBackend
 from specdec.cli.as_json import print_json
 from specdec.cli.console import EarlyEnd, err, out
 from specdec.cli.models import open_pair
 from specdec.cli.options import AsJson, ModelOptions, command
+from specdec.composite import named_lookups
 from specdec.report import ModelFacts, PairCosts, PairReport, counted, examine
 
 __all__ = ["check"]
@@ -30,7 +33,13 @@ def check(
     Ends with 1 if the pair can't work.
     """
     before = resident_bytes()
-    target, draft = open_pair(models)
+    if models.draft_model and named_lookups(models.draft_model)[0]:
+        raise ValueError(
+            f"specdec check looks at pairs of models, and --draft-model {models.draft_model} looks "
+            "the text up as well: name the model alone, or see specdec bench"
+        )
+    pair = open_pair(models)
+    target, draft = cast("tuple[ModelBackend, ModelBackend | None]", pair)
     reports = examine(target, draft)
     report = next(reports)
     with EarlyEnd() as end, err.status("measuring"):  # what was found by then is worth a report
@@ -61,8 +70,8 @@ def show(report: PairReport) -> None:
     known = {name: of_model(facts) for name, facts in models.items() if facts}
     keys = [key for key in known["target"] if any(facts[key] for facts in known.values())]
     print_table(["", *known], [[key, *(facts[key] for facts in known.values())] for key in keys])
-    if report.draft is not None and report.num_shared is not None:
-        out.out(f"vocabularies: {of_vocabularies(report)}")
+    if report.draft is not None and report.vocabularies is not None:
+        out.out(f"vocabularies: {report.vocabularies}")
         if report.draft.max_context < report.target.max_context:
             tokens = counted(report.draft.max_context, "token")
             out.out(f"contexts: drafting ends after {tokens} of a text")
@@ -99,18 +108,6 @@ def of_model(facts: ModelFacts) -> dict[str, str]:
         "context": counted(facts.max_context, "token"),
         "weights": weights,
     }
-
-
-def of_vocabularies(report: PairReport) -> str:
-    """How much two vocabularies share."""
-    text = counted(report.num_shared or 0, "id is shared", "ids are shared")
-    if different := report.num_different:
-        how = counted(different, "differs and is never drafted", "differ and are never drafted")
-        text += f", {how}"
-    missing = report.target.num_tokens - (report.draft.num_tokens if report.draft else 0)
-    if missing > 0:
-        text += f", {counted(missing, 'is', 'are')} the target's alone"
-    return text
 
 
 def of_costs(costs: PairCosts) -> Iterator[list[str]]:

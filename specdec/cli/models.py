@@ -1,6 +1,7 @@
 """From what a user types to a backend."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -8,8 +9,10 @@ from specdec.backend import ModelBackend
 from specdec.backends import load_backend
 from specdec.cli.console import err
 from specdec.cli.options import ModelOptions, Options
+from specdec.composite import CompositeDrafter, named_lookups
 from specdec.drafters import named_draft
 from specdec.embedded import embedded_gguf
+from specdec.translate import model_drafter
 
 __all__ = ["Quantization", "open_model", "open_pair"]
 
@@ -48,12 +51,28 @@ def parsed(spec: str) -> tuple[str, str, Callable[..., ModelBackend]]:
     return name, path, load
 
 
-def open_pair(models: ModelOptions) -> tuple[ModelBackend, ModelBackend | None]:
+def open_pair(
+    models: ModelOptions,
+) -> tuple[ModelBackend, ModelBackend | CompositeDrafter | None]:
     """Load what was named, or the embedded default where nothing was.
 
     A target that isn't named is the embedded one. So is a draft, for the embedded target; for any
-    other it is ``"self"`` where that can be had.
+    other it is ``"self"`` where that can be had. Lookups come with or without a model.
     """
+    name = models.draft_model
+    lookups, rest = named_lookups(name) if name and not Path(name).exists() else ([], name)
+    if not lookups:
+        return open_models(models)
+    if rest in (None, "none"):
+        target, _ = open_models(replace(models, draft_model="none"))
+        return target, CompositeDrafter(lookups)
+    target, draft = open_models(replace(models, draft_model=rest))
+    model = [] if draft is None else [model_drafter(draft, target.vocab, keep_caches=1)]
+    return target, CompositeDrafter([*lookups, *model])
+
+
+def open_models(models: ModelOptions) -> tuple[ModelBackend, ModelBackend | None]:
+    """Load a target and a model that drafts, as they were named or by default."""
     target, draft, options = models.target_model, models.draft_model, models.by_backend
     itself = draft is not None and draft.partition(":")[0] == "self"
     if target is None:

@@ -34,7 +34,8 @@ MODEL = (
 )
 DRAFT = (
     f"{MODEL} 'self' is the target's own weights as q4_k_m, 'self:q8_0' and so on as another type "
-    "(see specdec quantize), and what an HF target has if nothing is named; 'none' decodes plainly."
+    "(see specdec quantize), and what an HF target has if nothing is named; 'none' decodes "
+    "plainly; 'suffix' and 'lookup' draft from the text itself, 'suffix+MODEL' with a model too."
 )
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
