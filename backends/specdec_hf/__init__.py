@@ -7,6 +7,7 @@ backend takes).
 """
 
 from specdec_hf.backend import HFBackend
+from specdec_hf.custom_generate import custom_generate
 from specdec_hf.processors import from_transformers
 
-__all__ = ["HFBackend", "from_transformers"]
+__all__ = ["HFBackend", "custom_generate", "from_transformers"]
