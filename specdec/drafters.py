@@ -223,7 +223,8 @@ def named_draft(target: ModelBackend, name: str, **options: Any) -> ModelBackend
     kind, colon, quantization = name.partition(":")
     if kind != "self" or (colon and not quantization):
         raise ValueError(
-            f'no draft is called {name!r}: give "self", "self:q8_0" or the like, or a backend'
+            f'no draft is called {name!r}: give "self", "self:q8_0" or the like, "lookup", '
+            '"suffix", or a backend'
         )
     make = getattr(target, "self_draft", None)  # what a backend has that can copy its own model
     if make is None:

@@ -261,6 +261,23 @@ def test_ctrl_c_leaves_a_partial_report(monkeypatch: pytest.MonkeyPatch) -> None
             assert "of 6 prompts" in done.stdout
 
 
+def test_an_error_before_any_comparison_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableBackend.random(seed=1)
+    target.fail_at, target.fault = 0, RuntimeError("the power went")
+    done = run(monkeypatch, target, target.sibling(0.3))
+    assert done.exit_code == 2
+    assert "nothing was compared" in done.stdout
+    target.call_ct = 0
+    printed = json.loads(run(monkeypatch, target, target.sibling(0.3), "--json").stdout)
+    assert (printed["interrupted"], printed["error"]) == (False, "the power went")
+
+
+def test_only_so_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableBackend.random(seed=1)
+    done = run(monkeypatch, target, target, "--limit", "2", "--json", "--max-new-tokens", "4")
+    assert len(json.loads(done.stdout)["prompts"]) == 2
+
+
 def test_no_draft_and_idle_drafts_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TableBackend.random(seed=1)
     none = run(monkeypatch, model, None)

@@ -35,6 +35,7 @@ from specdec.cli.figure import check_plot, draw
 from specdec.cli.models import open_pair
 from specdec.cli.options import (
     AsJson,
+    Limit,
     MaxNewTokens,
     ModelOptions,
     NumDraftTokens,
@@ -60,9 +61,7 @@ NO_DRAFT = "--plot shows what a draft brings, and there is none: name a --draft-
 def bench(
     models: ModelOptions,
     prompts: Prompts = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many prompts.")
-    ] = None,
+    limit: Limit = None,
     max_new_tokens: MaxNewTokens = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Run everything so many times.")] = 1,
     num_draft_tokens: NumDraftTokens = "auto",

@@ -14,6 +14,7 @@ from specdec.cli.console import err
 
 __all__ = [
     "AsJson",
+    "Limit",
     "MaxNewTokens",
     "ModelOptions",
     "NumDraftTokens",
@@ -39,6 +40,9 @@ DRAFT = (
 )
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Limit: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Only the first so many prompts.")
+]
 MaxNewTokens: TypeAlias = Annotated[int, typer.Option(help="The most tokens to put out.")]
 NumDraftTokens: TypeAlias = Annotated[
     str,

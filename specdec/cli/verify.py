@@ -15,6 +15,7 @@ from specdec.cli.console import EarlyEnd, out
 from specdec.cli.models import open_pair
 from specdec.cli.options import (
     AsJson,
+    Limit,
     MaxNewTokens,
     ModelOptions,
     NumDraftTokens,
@@ -40,6 +41,7 @@ NO_DRAFT = "there is nothing to verify without a draft: give a --draft-model"
 def verify(
     models: ModelOptions,
     prompts: Prompts = None,
+    limit: Limit = None,
     max_new_tokens: MaxNewTokens = 64,
     num_draft_tokens: NumDraftTokens = "5",
     temperature: Temperature = 0.0,
@@ -59,13 +61,13 @@ def verify(
     if temperature and seed is None:
         seed = secrets.randbits(63)
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    given = load_prompts(prompts) if prompts else None
+    given = load_prompts(prompts)[:limit] if prompts else None
     if models.draft_model == "none":
         raise ValueError(NO_DRAFT)
     target, draft = open_pair(models)
     if draft is None:
         raise ValueError(NO_DRAFT)
-    cases = cases_of(target, given, FEW)
+    cases = cases_of(target, given, limit or FEW)
     comparisons = compare(
         target,
         draft,
@@ -87,7 +89,8 @@ def verify(
         each = [{"kind": kind, "verdict": one.verdict} | asdict(one) for kind, one in done]
         print_json(
             totals(found)
-            | {"interrupted": end.error is not None}
+            | {"interrupted": isinstance(end.error, KeyboardInterrupt)}
+            | {"error": str(end.error) if isinstance(end.error, Exception) else None}
             | asked
             | {"prompts": each}
             | described(target, draft)
@@ -144,6 +147,8 @@ def summary(found: Sequence[Comparison], *, of: int) -> Iterator[str]:
     ties = "a near tie" if near == 1 else "near ties"
     failed = counted(faults, "fault") if faults else "no faults"
     verdict = f"{equal} equal, {near} parted at {ties}, {failed}"
+    if not found:
+        verdict = "nothing was compared"
     if found and equal == len(found):
         verdict = "all equal to plain decoding"
     yield f"{count}, {counted(sums['num_tokens'], 'token')}: {verdict}"
