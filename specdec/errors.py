@@ -3,7 +3,7 @@
 ::
 
     SpecdecError
-    ├── VocabularyMismatchError (ValueError)   target and draft don't share a tokenizer
+    ├── VocabularyMismatchError (ValueError)   target and draft have too few tokens in common
     ├── MissingRuntimeError (ImportError)      a backend's runtime isn't installed
     ├── UnsupportedModelError (TypeError)      a model that a backend can't run rightly
     └── BackendError                           what a backend may raise
@@ -35,7 +35,7 @@ class SpecdecError(Exception):
 
 
 class VocabularyMismatchError(SpecdecError, ValueError):
-    """Target and draft don't share a tokenizer, so their ids mean different things."""
+    """Target and draft have too few tokens in common for one to draft for the other."""
 
 
 class MissingRuntimeError(SpecdecError, ImportError):

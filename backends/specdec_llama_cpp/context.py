@@ -130,6 +130,8 @@ class Context:
 
     def trim(self, slot: int, length: int) -> bool:
         """Cut a sequence back; whether the memory now holds no more than ``length`` tokens."""
+        if slot >= self.slots:  # so it was never fed
+            return True
         done = lib.llama_memory_seq_rm(self.memory, slot, length, -1)
         return bool(done) and self.length(slot) <= length
 
