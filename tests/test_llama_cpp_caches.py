@@ -464,6 +464,16 @@ def test_memories_that_can_be_cut_read_nothing_again(load: Load) -> None:
             assert cache.num_replayed == 0
 
 
+def test_caches_that_were_never_fed_are_nothing_to_llama_cpp(
+    load: Load, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = load(kind)
+    for cache in [backend.new_cache() for _ in range(9)]:  # more than its context has room for
+        cache.close()
+    fed(backend, some_ids(5))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_kept_states_are_few(load: Load) -> None:
     with load("jamba") as backend:
         cache = fed(backend, [1])
