@@ -117,8 +117,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--worst", type=int, help="show only so many, the worst")
+    parser.add_argument("--seeds", type=int, default=2, help="texts per cell")
     options = parser.parse_args()
-    outcomes = [run(cell, options.tokens) for cell in track(CELLS, description="decoding")]
+    seeds = range(options.seeds)
+    outcomes = [run(cell, options.tokens, seeds) for cell in track(CELLS, description="decoding")]
     outcomes.sort(key=lambda outcome: outcome.auto / outcome.best)
     table = Table(
         *("draft step", "verify", "acceptance", "best K", "best fixed", "auto", "auto / best"),

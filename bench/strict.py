@@ -32,7 +32,11 @@ def main() -> None:
         "plain": SpeculativeDecoder(target, keep_caches=0),
         **{
             name: SpeculativeDecoder(
-                target, draft, num_draft_tokens=options.num_draft_tokens, strict=name == "strict"
+                target,
+                draft,
+                num_draft_tokens=options.num_draft_tokens,
+                strict=name == "strict",
+                keep_caches=0,
             )
             for name in ("usual", "strict")
         },
