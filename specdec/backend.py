@@ -61,6 +61,7 @@ class ModelBackend(Protocol):
         ``CropError``, ``ContextFullError`` and ``TokenIdError`` before anything changes.
     C5. A backend that can't crop restores the cache in another way, or says so at construction.
     C6. Rows are valid until the next ``forward`` on the backend; whoever needs them longer copies.
+        A backend for decoders in several threads gives rows of their own, and guards itself.
     C7. After an exception, KeyboardInterrupt included, every cache holds what it held before the
         call, and the next call works as on a fresh backend.
     C8. The same calls give the same rows.

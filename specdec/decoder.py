@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from threading import RLock
 from time import perf_counter
 from typing import Literal, Unpack, get_args
@@ -166,6 +166,8 @@ class SpeculativeDecoder:
         self._progress = progress
         self._clock = clock
         self._lock = RLock()
+        self._depth = 0  # how often the thread whose turn it is has entered
+        self._left = deque[Request]()  # of streams that were closed early
         self._num_tokens = target.vocab.num_tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
@@ -290,11 +292,12 @@ class SpeculativeDecoder:
         for width in widths or ():
             at_least(1, widths=width)
         request = self._request(prompt)
-        self._open(request)
-        try:
-            self._calibrate(request, seconds, widths)
-        finally:
-            self._close([request])
+        with self._turn():
+            self._open(request)
+            try:
+                self._calibrate(request, seconds, widths)
+            finally:
+                self._close([request])
         return self.costs
 
     def _calibrate(
@@ -323,7 +326,7 @@ class SpeculativeDecoder:
         active: list[Request] = []
         try:
             while waiting or active:
-                with self._lock:
+                with self._turn():
                     while waiting and len(active) < max_batch:
                         self._open(waiting[0])
                         active.append(waiting.popleft())
@@ -335,8 +338,9 @@ class SpeculativeDecoder:
                     self._keep(finished)
                 yield
         except GeneratorExit:  # between rounds, so the caches are as they should be
-            self._keep(active)
+            self._left.extend(active)
             active = []
+            self._settle()
             raise
         finally:
             self._close(active)
@@ -351,22 +355,55 @@ class SpeculativeDecoder:
             undo.callback(sequence.cache.close)
             sequence.stats.cached_tokens = len(sequence.cache)
             unread = sequence.ids[len(sequence.cache) : -1]
+            replayed = num_replayed(sequence.cache)
             prefill(self._kept.forward, sequence.cache, unread, self._progress)
+            sequence.stats.replayed_ct += num_replayed(sequence.cache) - replayed
             if sequence.drafter is not None:
                 sequence.draft_state = sequence.drafter.open(sequence.ids)
             undo.pop_all()
         sequence.exact = len(sequence.cache)
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _keep(self, sequences: Iterable[Request]) -> None:
-        with self._lock, ExitStack() as stack:  # closes all, whichever raises
-            for sequence in sequences:
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The decoder is one thread's; and what streams that ended meanwhile have left is kept."""
+        with self._lock:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    while self._left:
+                        self._keep([self._left.popleft()])
+                yield
+            finally:
+                self._depth -= 1
+        if self._left:  # in this turn
+            self._settle()
+
+    def _settle(self) -> None:
+        """Keep what streams have left, if that is possible at once.
+
+        The garbage collector ends forgotten streams at any moment, in any thread, perhaps in the
+        middle of a round or of a backend's own work: waiting would be a deadlock.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    with self._turn():
+                        pass
+            finally:
+                self._lock.release()
+
+    def _keep(self, sequences: Sequence[Request]) -> None:
+        with ExitStack() as stack:  # closes all, whichever raises
+            for sequence in reversed(sequences):
                 stack.callback(self._kept.give, sequence.cache, sequence.ids)
                 if sequence.drafter is not None:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
 
-    def _close(self, sequences: Iterable[Request]) -> None:
-        with self._lock, ExitStack() as stack:
+    def _close(self, sequences: Sequence[Request]) -> None:
+        if not sequences:  # as after a stream that the garbage collector ended
+            return
+        with self._turn(), ExitStack() as stack:
             for sequence in sequences:
                 stack.callback(sequence.cache.close)
                 if sequence.drafter is not None:
@@ -374,7 +411,7 @@ class SpeculativeDecoder:
 
     def clear(self) -> None:
         """Give back the caches that are kept of earlier texts."""
-        with self._lock:
+        with self._turn():
             self._kept.clear()
             if self.drafter is not None:
                 self.drafter.clear()

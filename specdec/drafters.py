@@ -85,7 +85,13 @@ class _State:
 
     cache: Cache
     ids: Sequence[int]  # as of the last commit
+    replayed_ct: int  # ids read again that are in the statistics
     reason: str | None = None
+
+    def count_replayed(self) -> int:
+        """How many ids were read again since this was asked last."""
+        before, self.replayed_ct = self.replayed_ct, num_replayed(self.cache)
+        return self.replayed_ct - before
 
 
 class ModelDrafter(Drafter):
@@ -121,8 +127,8 @@ class ModelDrafter(Drafter):
     def open(self, prompt_ids: Sequence[int]) -> _State:
         """Find or make a cache; a prompt that the draft can't follow isn't read."""
         reason = self._why_not(len(prompt_ids), prompt_ids)
-        cache = self.backend.new_cache() if reason else self._kept.take(prompt_ids)
-        return _State(cache, prompt_ids, reason)
+        cache = self._kept.new_cache() if reason else self._kept.take(prompt_ids)
+        return _State(cache, prompt_ids, num_replayed(cache), reason)
 
     @override
     def lag(self, state: _State, ids: Sequence[int]) -> int:
@@ -140,7 +146,6 @@ class ModelDrafter(Drafter):
     @override
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft in step: one forward per position over all sequences that still draft."""
-        replayed = [num_replayed(request.state.cache) for request in requests]
         tokens: list[list[int]] = [[] for _ in requests]
         forwards = [0] * len(requests)
         live: list[tuple[int, Cache, Sequence[int], int]] = []
@@ -168,10 +173,8 @@ class ModelDrafter(Drafter):
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [
-            Draft(draft, count, request.state.reason, num_replayed(request.state.cache) - before)
-            for draft, count, request, before in zip(
-                tokens, forwards, requests, replayed, strict=True
-            )
+            Draft(draft, forward_ct, request.state.reason, request.state.count_replayed())
+            for draft, forward_ct, request in zip(tokens, forwards, requests, strict=True)
         ]
 
     @override

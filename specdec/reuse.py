@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import count, takewhile
 
 from specdec.backend import Cache, Logits, ModelBackend, Span, crop_to
 from specdec.errors import CropError, RuntimeFailure
@@ -11,13 +11,19 @@ __all__ = ["KeptCaches"]
 
 
 class KeptCaches:
-    """The caches of a model's latest sequences, at most ``limit``, the oldest first."""
+    """The caches of a model's latest sequences, at most ``limit``, the oldest first.
+
+    The garbage collector may end a forgotten stream, and so call ``give``, at any moment: between
+    two steps nothing is taken to be as it was.
+    """
 
     def __init__(self, backend: ModelBackend, limit: int) -> None:
         self.backend = backend
         self.limit = limit
-        self._kept: list[tuple[list[int], Cache]] = []
-        weakref.finalize(self, close_all, self._kept).atexit = False
+        self._kept: dict[int, tuple[list[int], Cache]] = {}  # by age
+        self._ages = count()
+        self._end = weakref.finalize(self, close_all, self._kept)
+        self._end.atexit = False
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -28,52 +34,93 @@ class KeptCaches:
         A cache is used again where that is half of it or half of ``ids``, or where it is the next
         to be dropped: else another conversation that begins alike would lose its own.
         """
-        shared = [common_prefix(kept, ids[:-1]) for kept, _ in self._kept]
-        best = max(range(len(shared)), key=shared.__getitem__, default=-1)
-        is_full = len(self._kept) == self.limit > 0
-        if best >= 0 and shared[best] > 0:
-            held = len(self._kept[best][0])
-            if 2 * shared[best] >= min(held, len(ids) - 1) or (best == 0 and is_full):
-                _, cache = self._kept.pop(best)
-                try:
-                    crop_to(self.backend, cache, shared[best])
-                except CropError:  # then it is read anew
-                    cache.close()
-                else:
+        kept = list(self._kept.items())
+        is_full = len(kept) == self.limit > 0
+        shared = [(common_prefix(held, ids[:-1]), -age, len(held)) for age, (held, _) in kept]
+        length, youth, num_held = max(shared, default=(0, 0, 0))
+        if length > 0:
+            age = -youth
+            is_oldest = age == kept[0][0]
+            if 2 * length >= min(num_held, len(ids) - 1) or (is_oldest and is_full):
+                cache = self._cropped(age, length)
+                if cache is not None:
                     return cache
         elif is_full:  # it would go anyway, and other texts in a runtime's memory cost time
-            self._kept.pop(0)[1].close()
-        return self.backend.new_cache()
+            self._drop(kept[0][0])
+        return self.new_cache()
+
+    def _cropped(self, age: int, length: int) -> Cache | None:
+        """A kept cache, cut; None where it is gone or can't be cut, so that it is read anew."""
+        _, cache = self._kept.pop(age, (None, None))
+        if cache is None:
+            return None
+        try:
+            crop_to(self.backend, cache, length)
+        except CropError:
+            cache.close()
+            return None
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    def _drop(self, age: int) -> None:
+        _, cache = self._kept.pop(age, (None, None))
+        if cache is not None:
+            cache.close()
 
     def give(self, cache: Cache, ids: Sequence[int]) -> None:
         """Keep a cache, which holds the first so many of ``ids``."""
         held = list(ids[: len(cache)])
-        if not held or self.limit == 0:
+        if not held or self.limit == 0 or not self._end.alive:
             cache.close()
             return
-        self._kept.append((held, cache))
-        while len(self._kept) > self.limit:
-            self._kept.pop(0)[1].close()
+        self._kept[next(self._ages)] = held, cache
+        for age in list(self._kept)[: -self.limit]:
+            self._drop(age)
 
-    def forward(self, batch: Sequence[Span]) -> list[Logits]:
-        """The model's own; where it fails, once more without the caches that are only kept."""
+    def new_cache(self) -> Cache:
+        """The model's own; where there are too many, one of the room that is only kept."""
         try:
-            return self.backend.forward(batch)
+            return self.backend.new_cache()
         except RuntimeFailure:
             if not self._kept:
                 raise
         self.clear()
-        return self.backend.forward(batch)
+        return self.backend.new_cache()
+
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        """The model's own; where it fails, once more without the caches that are only kept.
+
+        Raises:
+            RuntimeFailure: It failed, or fed something else than it was given.
+        """
+        lengths = [len(span.cache) for span in batch]
+        try:
+            rows = self.backend.forward(batch)
+        except RuntimeFailure:
+            if not self._kept or lengths != [len(span.cache) for span in batch]:
+                raise
+            self.clear()
+            rows = self.backend.forward(batch)
+        for span, length in zip(batch, lengths, strict=True):
+            if len(span.cache) != length + len(span.tokens):
+                raise RuntimeFailure(
+                    f"{type(self.backend).__name__} was fed {len(span.tokens)} tokens behind "
+                    f"{length} and holds {len(span.cache)}: it breaks clause C1, see "
+                    "specdec.testing.CHECKS"
+                )
+        return rows
 
     def clear(self) -> None:
         """Close them all."""
         close_all(self._kept)
 
 
-def close_all(kept: list[tuple[list[int], Cache]]) -> None:
-    """Close what is in the list and empty it."""
+def close_all(kept: dict[int, tuple[list[int], Cache]]) -> None:
+    """Close what is kept."""
     while kept:
-        kept.pop()[1].close()
+        kept.popitem()[1][1].close()
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -2,6 +2,10 @@
 
 import gc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from threading import Event
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,6 +119,132 @@ def test_after_a_fault_no_cache_of_that_call_is_kept() -> None:
     target.fault, target.fail_at = KeyboardInterrupt(), 3
     with pytest.raises(KeyboardInterrupt):
         decoder.generate([1, 2, 3], max_new_tokens=9)
+    assert target.open_caches == 0
+
+
+def test_streams_that_the_garbage_collector_ends_at_any_moment_change_nothing() -> None:
+    target = TableBackend.random(8, seed=7, max_context=64)
+    text, other = [1, 2, 3, 4, 1, 2], [5, 6, 7, 0, 5, 6]
+    expected = SpeculativeDecoder(target).generate([*text, 2], max_new_tokens=8).token_ids
+    before = gc.get_threshold()
+    try:
+        for threshold in range(1, 400):
+            decoder = SpeculativeDecoder(target)
+            decoder.generate(text, max_new_tokens=1)
+            stream = decoder.stream(other, max_new_tokens=30)
+            next(stream)
+            cycle: list[object] = [stream]
+            cycle.append(cycle)
+            del stream, cycle
+            gc.set_threshold(threshold)
+            found = decoder.generate([*text, 2], max_new_tokens=8).token_ids
+            gc.set_threshold(*before)
+            assert found == expected
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    del decoder
+    assert target.open_caches == 0
+
+
+def test_a_stream_that_ends_while_another_thread_decodes_waits_for_nobody() -> None:
+    target = TableBackend.random(7, seed=4)
+    decoder = SpeculativeDecoder(target)
+    stream = decoder.stream([1, 2, 3], max_new_tokens=30)
+    text = [1, 2, 3, next(stream).token_id]
+    holding, done = Event(), Event()
+
+    def busy(*_: object) -> list[Logits]:
+        holding.set()
+        assert done.wait(20)
+        raise RuntimeFailure("over")
+
+    with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "forward", busy)
+        other = pool.submit(decoder.generate, [4, 5], max_new_tokens=3)
+        assert holding.wait(20)
+        stream.close()  # on the way of the finaliser
+        done.set()
+        with pytest.raises(RuntimeFailure, match="over"):
+            other.result(20)
+    assert decoder.generate(text, max_new_tokens=5).stats.cached_tokens == 3
+
+
+class HalfDone(TableBackend):
+    """Feeds, and fails then."""
+
+    failing = False
+
+    @override
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        rows = super().forward(batch)
+        if self.failing:
+            raise RuntimeFailure("half done")
+        return rows
+
+
+def test_a_forward_that_failed_half_way_is_not_tried_again() -> None:
+    target = HalfDone(TableBackend.random(7, seed=1).table)
+    decoder = SpeculativeDecoder(target, keep_caches=2)
+    decoder.generate([1, 2, 3], max_new_tokens=4)
+    target.failing = True
+    forwards = target.forward_ct
+    with pytest.raises(RuntimeFailure, match="half done"):
+        decoder.generate([4, 5, 6], max_new_tokens=4)
+    assert target.forward_ct == forwards + 1
+
+
+class Twice(TableBackend):
+    """Feeds one token more than it was given."""
+
+    @override
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        return super().forward([s._replace(tokens=[*s.tokens, s.tokens[-1]]) for s in batch])
+
+
+def test_a_forward_that_feeds_something_else_ends_the_generation() -> None:
+    target = Twice(TableBackend.random(7, seed=1).table)
+    with pytest.raises(RuntimeFailure, match="was fed 2 tokens behind 0 and holds 3"):
+        SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=4)
+
+
+class FewSlots(TableBackend):
+    """Has room for three open caches."""
+
+    @override
+    def new_cache(self) -> Any:
+        if self.open_caches == 3:
+            raise RuntimeFailure("three caches are open")
+        return super().new_cache()
+
+
+def test_kept_caches_give_way_where_slots_are_few() -> None:
+    target = FewSlots(TableBackend.random(7, seed=1).table)
+    decoder = SpeculativeDecoder(target, keep_caches=9)
+    for token in range(7):
+        decoder.generate([token] * 9, max_new_tokens=2)
+    with pytest.raises(RuntimeFailure, match="three caches"):
+        decoder.generate_batch([[1], [2], [3], [4]], max_new_tokens=4)
+
+
+def test_the_latest_of_a_batch_is_kept() -> None:
+    target = TableBackend.random(7, seed=4)
+    decoder = SpeculativeDecoder(target)
+    prompts = [[1, 2, 3, 4], [5, 6, 0, 1]]
+    decoder.generate_batch(prompts, max_new_tokens=2)
+    assert decoder.generate(prompts[1], max_new_tokens=1).stats.cached_tokens == 3
+
+
+@pytest.mark.parametrize("fault", [CropError("no"), RuntimeFailure("worse"), KeyboardInterrupt()])
+def test_a_cache_whose_crop_fails_is_closed(fault: BaseException) -> None:
+    target = TableBackend.random(7, seed=1)
+    kept = KeptCaches(target, 2)
+    cache = target.new_cache()
+    target.forward([Span(cache, [1, 2, 3, 4], 0)])
+    kept.give(cache, [1, 2, 3, 4, 5])
+    target.fault, target.fail_at = fault, target.call_ct
+    with nullcontext() if isinstance(fault, CropError) else pytest.raises(type(fault)):
+        kept.take([1, 2, 3, 5]).close()
     assert target.open_caches == 0
 
 
