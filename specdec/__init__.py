@@ -30,7 +30,13 @@ from specdec.errors import (
 )
 from specdec.lookup import PromptLookupDrafter
 from specdec.rejection import verify_block, verify_rejection
-from specdec.request import BatchOptions, GenerateOptions, GenerationResult, Verification
+from specdec.request import (
+    BatchItem,
+    BatchOptions,
+    GenerateOptions,
+    GenerationResult,
+    Verification,
+)
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
@@ -41,6 +47,7 @@ from specdec.vocab import Message, Prompt, Vocabulary
 
 __all__ = [
     "BackendError",
+    "BatchItem",
     "BatchOptions",
     "Cache",
     "CompositeDrafter",

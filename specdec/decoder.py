@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from itertools import islice
 from threading import RLock
 from time import perf_counter
 from typing import Literal, Unpack, get_args
@@ -12,15 +13,17 @@ from specdec.backend import ModelBackend, Span, crop_to, num_replayed
 from specdec.composite import LOOKUPS, CompositeDrafter, Source, named_lookups
 from specdec.drafters import Draft, Drafter, named_draft
 from specdec.policy import Costs, FixedLength, MeasuredLength
-from specdec.prefill import OnPrefill, prefill
+from specdec.prefill import CHUNK, CHUNK_BESIDE, OnPrefill
 from specdec.proposer import Proposer
 from specdec.request import (
+    BatchItem,
     BatchOptions,
     GenerateOptions,
     GenerationResult,
     Request,
     Verification,
     at_least,
+    failed_result,
     new_request,
 )
 from specdec.reuse import KeptCaches
@@ -192,13 +195,14 @@ class SpeculativeDecoder:
             with closing(self._rounds([request], max_batch=1)) as rounds:
                 for _ in rounds:
                     yield from request.output.take()
+            request.raise_error()
             return request.result()
 
         return TokenStream(events())
 
     def generate_batch(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Iterable[Prompt | BatchItem],
         *,
         max_batch: int = 8,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -206,29 +210,81 @@ class SpeculativeDecoder:
     ) -> list[GenerationResult]:
         """Continue several prompts together; each result is what ``generate`` gives it alone.
 
+        One whose processor raises ends with that error in its result; the others go on.
+
         Args:
-            prompts: The prompts; results come in their order.
+            prompts: The prompts, or ``BatchItem`` for one with options of its own; results come in
+                their order.
             max_batch: The most sequences in one forward. A waiting one joins when one is done.
             sampling: How to choose tokens: for all prompts, or one for each.
             **options: See ``BatchOptions``.
 
-        Raises as ``generate`` does.
+        Raises as ``generate`` does, before any work.
         """
-        if isinstance(prompts, str):
-            raise TypeError("prompts is one text: give a list of prompts, or call generate")
         at_least(1, max_batch=max_batch)
-        prompts = list(prompts)
-        each = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(each) != len(prompts):
+        items = list(as_items(prompts))
+        each = sampling if isinstance(sampling, Sequence) else [sampling] * len(items)
+        if len(each) != len(items):
             raise ValueError(
-                f"sampling has {len(each)} entries for {len(prompts)} prompts: give one or one each"
+                f"sampling has {len(each)} entries for {len(items)} prompts: give one or one each"
             )
         requests = [
-            self._request(prompt, sampling=params, **options)
-            for prompt, params in zip(prompts, each, strict=True)
+            self._request(item.prompt, **item.over(sampling=params, **options))
+            for item, params in zip(items, each, strict=True)
         ]
         deque(self._rounds(requests, max_batch), maxlen=0)
         return [request.result() for request in requests]
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt | BatchItem],
+        *,
+        max_batch: int = 8,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[tuple[int, GenerationResult], None, None]:
+        """Continue prompts together, however many, and yield each result when it is done.
+
+        Prompts are taken from ``prompts`` as there is room for them. One that can't be decoded is
+        a result too, with ``finish_reason="error"`` and the ``error``; the others go on.
+
+        Args:
+            prompts: The prompts, or ``BatchItem`` for one with options of its own.
+            max_batch: The most sequences in one forward. A waiting one joins when one is done.
+            **options: See ``GenerateOptions``.
+
+        Yields:
+            The number of the prompt, from 0 on, and its result.
+
+        Raises:
+            ValueError, TypeError: One of the arguments is wrong; at once.
+            BackendError: A runtime failed; the decoder can be used again.
+        """
+        at_least(1, max_batch=max_batch)
+        items = as_items(prompts)
+        self._request([0], **options)  # is wrong, if at all, before any work
+        numbers: dict[Request, int] = {}
+        failed: list[tuple[int, GenerationResult]] = []
+
+        def requests() -> Iterator[Request]:
+            for number, item in enumerate(items):
+                try:
+                    request = self._request(item.prompt, **item.over(**options))
+                except Exception as error:
+                    failed.append((number, failed_result(error)))
+                else:
+                    numbers[request] = number
+                    yield request
+
+        def results() -> Generator[tuple[int, GenerationResult], None, None]:
+            with closing(self._rounds(requests(), max_batch)) as rounds:
+                for finished in rounds:
+                    while failed:
+                        yield failed.pop(0)
+                    for request in finished:
+                        yield numbers.pop(request), request.result()
+            yield from failed
+
+        return results()
 
     def _request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
         target = self.target
@@ -295,6 +351,8 @@ class SpeculativeDecoder:
         with self._turn():
             self._open(request)
             try:
+                while not request.ready:
+                    self._read([request], CHUNK)
                 self._calibrate(request, seconds, widths)
             finally:
                 self._close([request])
@@ -320,23 +378,31 @@ class SpeculativeDecoder:
         )
         sequence.stats.prefill_seconds += self._clock() - started
 
-    def _rounds(self, sequences: Iterable[Request], max_batch: int) -> Generator[None, None, None]:
-        """Decode all sequences, at most ``max_batch`` at a time; yields after every round."""
-        waiting = deque(s for s in sequences if s.output.finish_reason is None)
+    def _rounds(
+        self, sequences: Iterable[Request], max_batch: int
+    ) -> Generator[list[Request], None, None]:
+        """Decode all sequences, at most ``max_batch`` at a time; yields those that are done.
+
+        Prompts are read in chunks, between the rounds of those that have been read.
+        """
+        waiting = iter(sequences)
         active: list[Request] = []
         try:
-            while waiting or active:
+            while joining := [*active, *islice(waiting, max_batch - len(active))]:
                 with self._turn():
-                    while waiting and len(active) < max_batch:
-                        self._open(waiting[0])
-                        active.append(waiting.popleft())
-                        if self._is_worth_calibrating(active[-1]):
-                            self._calibrate(active[-1])
-                    self._round(active)
+                    for sequence in joining[len(active) :]:
+                        if sequence.output.finish_reason is None:
+                            self._open(sequence)
+                            active.append(sequence)
+                    reading = [s for s in active if not s.ready]
+                    if reading:
+                        self._read(reading, CHUNK if reading == active else CHUNK_BESIDE)
+                    if decoding := [s for s in active if s.ready]:
+                        self._round(decoding)
                     finished = [s for s in active if s.output.finish_reason]
                     active = [s for s in active if s.output.finish_reason is None]
                     self._keep(finished)
-                yield
+                yield [s for s in joining if s.output.finish_reason]
         except GeneratorExit:  # between rounds, so the caches are as they should be
             self._left.extend(active)
             active = []
@@ -346,7 +412,7 @@ class SpeculativeDecoder:
             self._close(active)
 
     def _open(self, sequence: Request) -> None:
-        """Read the prompt, all but its last id, so that the first round is like every other."""
+        """Find or make the caches."""
         started = self._clock()
         if self._strict is not None:
             self._strict.learn(sequence.ids)
@@ -354,15 +420,50 @@ class SpeculativeDecoder:
             sequence.cache = self._kept.take(sequence.ids)
             undo.callback(sequence.cache.close)
             sequence.stats.cached_tokens = len(sequence.cache)
-            unread = sequence.ids[len(sequence.cache) : -1]
-            replayed = num_replayed(sequence.cache)
-            prefill(self._kept.forward, sequence.cache, unread, self._progress)
-            sequence.stats.replayed_ct += num_replayed(sequence.cache) - replayed
             if sequence.drafter is not None:
                 sequence.draft_state = sequence.drafter.open(sequence.ids)
             undo.pop_all()
-        sequence.exact = len(sequence.cache)
         sequence.stats.prefill_seconds = self._clock() - started
+
+    def _read(self, reading: Sequence[Request], room: int) -> None:
+        """Read on in prompts, at most ``room`` ids, in one forward.
+
+        All but the last id of each is read, so that the first round is like every other.
+        """
+        if self._strict is not None:  # exactly as plain decoding reads it
+            reading, room = reading[:1], CHUNK
+        batch: list[tuple[Request, Span]] = []
+        left = room
+        for sequence in reading:
+            start = len(sequence.cache)
+            chunk = sequence.ids[start : min(start + left, len(sequence.ids) - 1)]
+            left -= len(chunk)
+            if chunk:
+                batch.append((sequence, Span(sequence.cache, chunk, 0)))
+        if batch:
+            started = self._clock()
+            replayed = [num_replayed(sequence.cache) for sequence, _ in batch]
+            self._kept.forward([span for _, span in batch])
+            seconds = self._clock() - started
+            for (sequence, span), before in zip(batch, replayed, strict=True):
+                stats, share = sequence.stats, len(span.tokens) / (room - left)
+                stats.prefill_seconds += share * seconds
+                stats.replayed_ct += num_replayed(sequence.cache) - before
+                if self._progress is not None:
+                    cached, read = stats.cached_tokens, len(sequence.cache)
+                    self._progress(read - cached, len(sequence.ids) - 1 - cached)
+        for sequence in reading:
+            if len(sequence.cache) == len(sequence.ids) - 1:
+                sequence.ready = self._drafter_is_ready(sequence, len(reading), room)
+                if sequence.ready:
+                    sequence.exact = len(sequence.cache)
+                    if self._is_worth_calibrating(sequence):
+                        self._calibrate(sequence)
+
+    def _drafter_is_ready(self, sequence: Request, num_sequences: int, room: int) -> bool:
+        if self._proposer is None or sequence.drafter is None:
+            return True
+        return self._proposer.read_on(sequence, self._limit(sequence), num_sequences, room)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -396,7 +497,10 @@ class SpeculativeDecoder:
     def _keep(self, sequences: Sequence[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
             for sequence in reversed(sequences):
-                stack.callback(self._kept.give, sequence.cache, sequence.ids)
+                if sequence.error is None:
+                    stack.callback(self._kept.give, sequence.cache, sequence.ids)
+                else:  # which may be in the cache too, as a NaN is
+                    stack.callback(sequence.cache.close)
                 if sequence.drafter is not None:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
 
@@ -435,7 +539,7 @@ class SpeculativeDecoder:
         if self._strict is not None:
             drafts, rows = self._strict.decide(active, drafts, rows)
         verdicts = [
-            sequence.sampler.verify(draft.token_ids, logits, sequence.ids)
+            sequence.verdict(draft.token_ids, logits)
             for sequence, draft, logits in zip(active, drafts, rows, strict=True)
         ]
         verified = self._clock()
@@ -466,6 +570,13 @@ class SpeculativeDecoder:
                 host=(committed - verified) / len(active),
                 rollback=(rolled_back - committed) / len(active),
             )
+
+
+def as_items(prompts: Iterable[Prompt | BatchItem]) -> Iterator[BatchItem]:
+    """Every prompt with its own options."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: give a list of prompts, or call generate")
+    return (each if isinstance(each, BatchItem) else BatchItem(each) for each in prompts)
 
 
 def _drafters(target: ModelBackend, draft: object, keep_caches: int) -> list[Drafter]:

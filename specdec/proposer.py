@@ -80,6 +80,23 @@ class Proposer:
                 self.ask([self._request(sequence, count, None)])
                 self.drafter.commit(sequence.draft_state, sequence.ids)
 
+    def read_on(self, sequence: Request, limit: int, num_sequences: int, room: int) -> bool:
+        """Let the drafter read a part of the prompt; whether no more is to be read before drafts.
+
+        Args:
+            sequence: One that the target has read.
+            limit: The most drafts that a round may check.
+            num_sequences: How many decode together.
+            room: The most ids to read.
+        """
+        lag = self.drafter.lag(sequence.draft_state, sequence.ids)
+        if lag < READ_TOKENS or sequence.policy.wanted(limit, lag, num_sequences) == 0:
+            return True
+        ids = sequence.ids[: len(sequence.ids) - max(0, lag + 1 - room)]
+        sequence.stats.prefill_seconds += self.read(sequence.draft_state, ids, min(lag, room))
+        left = self.drafter.lag(sequence.draft_state, sequence.ids)
+        return left < READ_TOKENS or left >= lag
+
     def _request(
         self, sequence: Request, count: int, go_on: Callable[[float], bool] | None
     ) -> DraftRequest:

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from specdec.backend import Cache, Logits
 from specdec.drafters import Drafter
@@ -16,12 +16,14 @@ from specdec.stopping import FinishReason, Output, TokenLogprobs
 from specdec.vocab import Prompt, Vocabulary, encode_prompt
 
 __all__ = [
+    "BatchItem",
     "BatchOptions",
     "GenerateOptions",
     "GenerationResult",
     "Request",
     "Verification",
     "at_least",
+    "failed_result",
     "new_request",
 ]
 
@@ -56,6 +58,23 @@ class GenerateOptions(BatchOptions, total=False):
     sampling: SamplingParams | None
 
 
+class BatchItem:
+    """A prompt of a batch with options of its own, which come before those of the call.
+
+    Args:
+        prompt: Text, ids, or chat messages.
+        **options: See ``GenerateOptions``.
+    """
+
+    def __init__(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> None:
+        self.prompt = prompt
+        self.options = options
+
+    def over(self, **options: Unpack[GenerateOptions]) -> GenerateOptions:
+        """These options, and the item's own before them."""
+        return {**options, **self.options}
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """What a generation put out.
@@ -64,10 +83,11 @@ class GenerationResult:
         text: The new text, without special tokens.
         token_ids: The new ids, with the EOS or stop id that ended them.
         finish_reason: ``"eos"``, ``"stop"`` (a stop string or id), ``"length"`` (all that was asked
-            for) or ``"context"`` (the target's context is full).
+            for), ``"context"`` (the target's context is full), or in a batch ``"error"``.
         stats: Counters and times.
         logprobs: One per id, if asked for; else None.
         seed: The seed that gives this output again; None if it was greedy.
+        error: What ended it, in a batch; the text is what came before.
     """
 
     text: str
@@ -76,6 +96,7 @@ class GenerationResult:
     stats: Stats
     logprobs: list[TokenLogprobs] | None = None
     seed: int | None = None
+    error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +110,32 @@ class Request:
     num_logprobs: int | None
     drafter: Drafter | None = None  # None: decode it plainly, for the reason in the statistics
     policy: FixedLength = field(default_factory=lambda: FixedLength(0))
+    ready: bool = False  # for rounds: its prompt has been read
+    error: Exception | None = None  # raised by its own processor, say
     exact: int = 0  # tokens of the cache that plain decoding would have written alike
     cache: Cache = field(init=False)
     draft_state: Any = None
+
+    def verdict(self, draft_tokens: Sequence[int], logits: Logits) -> tuple[list[int], int]:
+        """The tokens that a round brings, and how many of them are drafts.
+
+        None where that raises: the sequence ends so, and its neighbours go on.
+        """
+        try:
+            return self.sampler.verify(draft_tokens, logits, self.ids)
+        except Exception as error:
+            self.error = error
+            self.output.finish("error")
+            return [], 0
+
+    def raise_error(self) -> None:
+        """What ended it, if anything did."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def commit(self, tokens: Sequence[int], num_correct: int, logits: Logits) -> None:
         """Append accepted tokens up to the first stop; what lies behind it is dropped."""
@@ -115,8 +159,13 @@ class Request:
         reason = cast("FinishReason", output.finish_reason)
         logprobs = None if self.num_logprobs is None else output.logprobs
         return GenerationResult(
-            output.text, output.token_ids, reason, stats, logprobs, self.sampler.seed
+            output.text, output.token_ids, reason, stats, logprobs, self.sampler.seed, self.error
         )
+
+
+def failed_result(error: Exception) -> GenerationResult:
+    """What comes of a prompt that can't be decoded."""
+    return GenerationResult("", [], "error", Stats(), error=error)
 
 
 def new_request(

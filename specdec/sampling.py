@@ -206,10 +206,13 @@ class Sampler:
     def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
         """What a draft proposes behind ``ids + drafts``, by its own row of logits ``(1, width)``.
 
-        None if the row leaves nothing or holds a NaN. A guess must be proposed, or dropped for a
-        reason that doesn't depend on it.
+        None if the row leaves nothing or holds a NaN, or a processor raises. A guess must be
+        proposed, or dropped for a reason that doesn't depend on it.
         """
-        (token,), (score,) = pick(self.scores(logits, ids, drafts))
+        try:
+            (token,), (score,) = pick(self.scores(logits, ids, drafts))
+        except Exception:  # where the target gets there, it is raised
+            return None
         return token if score > -math.inf else None
 
     def forget(self) -> None:
@@ -219,7 +222,24 @@ class Sampler:
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
     ) -> tuple[list[int], int]:
         """Which drafts stand, by the target's rows ``(K + 1, width)``; as ``verify_drafts``."""
-        return verify_drafts(draft_tokens, self.scores(logits, ids, draft_tokens))
+        try:
+            return verify_drafts(draft_tokens, self.scores(logits, ids, draft_tokens))
+        except Exception:
+            if not draft_tokens:
+                raise
+        # Plain decoding may never come to the text that raised, and puts out what is before it.
+        tokens: list[int] = []
+        for place in range(len(draft_tokens) + 1):
+            try:
+                (token,), _ = self.verify([], logits[place : place + 1], [*ids, *tokens])
+            except Exception:
+                if not tokens:
+                    raise
+                break
+            tokens.append(token)
+            if [token] != list(draft_tokens[place : place + 1]):
+                return tokens, place
+        return tokens, len(tokens)
 
     def adjusted(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int] = ()) -> Logits:
         """The model's rows after bias, penalties, minimum length and processors."""

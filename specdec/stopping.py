@@ -10,7 +10,7 @@ from specdec.vocab import Vocabulary
 
 __all__ = ["FinishReason", "Output", "TokenEvent", "TokenLogprobs"]
 
-FinishReason: TypeAlias = Literal["eos", "stop", "length", "context"]
+FinishReason: TypeAlias = Literal["eos", "stop", "length", "context", "error"]
 
 
 @dataclass(frozen=True, slots=True)

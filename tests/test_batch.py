@@ -1,0 +1,273 @@
+"""Many sequences at once: each as if it were alone, whatever becomes of its neighbours."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import (
+    BatchItem,
+    GenerationResult,
+    Logits,
+    RuntimeFailure,
+    SamplingParams,
+    Span,
+    SpeculativeDecoder,
+)
+from specdec.testing import TableBackend
+
+SIZE = 7
+
+
+def outcome(result: GenerationResult) -> tuple[object, ...]:
+    """All but the times."""
+    counters = {
+        name: value
+        for name, value in result.stats.as_dict().items()
+        if not name.endswith("seconds") and name != "tokens_per_second"
+    }
+    return (*whole_text(result), result.seed, str(result.error), counters)
+
+
+def whole_text(result: GenerationResult) -> tuple[object, ...]:
+    return result.token_ids, result.text, result.finish_reason, result.logprobs
+
+
+class Refusing:
+    """A processor that raises where the text, prompt included, holds a certain id."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, ids: Sequence[int], row: Logits) -> Logits:
+        if self.token in ids:
+            raise ValueError(f"no text with {self.token}")
+        return row
+
+
+SAMPLING = st.none() | st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.integers(0, 4),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    seed=st.integers(0, 99),
+    processors=st.just(()) | st.integers(0, SIZE - 1).map(lambda token: (Refusing(token),)),
+)
+PROMPTS = st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=16)
+ITEMS = st.builds(
+    BatchItem,
+    PROMPTS,
+    sampling=SAMPLING,
+    max_new_tokens=st.integers(0, 12),
+    stop=st.lists(st.text("abcdefg", min_size=1, max_size=2), max_size=1),
+    stop_token_ids=st.sets(st.integers(0, SIZE - 1), max_size=1),
+    logprobs=st.none() | st.integers(0, 2),
+)
+
+
+def alone(decoder: SpeculativeDecoder, item: BatchItem) -> GenerationResult:
+    """What a call of its own gives, its error taken for a result."""
+    (result,) = decoder.generate_batch([item])
+    return result
+
+
+@pytest.fixture(params=[(512, 128, 16), (3, 2, 2)], ids=["whole", "in chunks"])
+def small_chunks(request: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(
+            ("decoder.CHUNK", "decoder.CHUNK_BESIDE", "proposer.READ_TOKENS"),
+            request.param,
+            strict=True,
+        ):
+            patch.setattr(f"specdec.{name}", value)
+        yield
+
+
+@pytest.mark.usefixtures("small_chunks")
+class TestEachIsAsIfAlone:
+    @given(
+        items=st.lists(ITEMS, min_size=1, max_size=10),
+        max_batch=st.integers(1, 8),
+        noise=st.sampled_from([0.0, 0.3, 2.0]),
+        num_draft_tokens=st.integers(0, 5),
+        draft_context=st.sampled_from([8, 40]),
+    )
+    def test_with_its_own_options(
+        self,
+        items: list[BatchItem],
+        max_batch: int,
+        noise: float,
+        num_draft_tokens: int,
+        draft_context: int,
+    ) -> None:
+        target = TableBackend.random(SIZE, seed=3, eos_ids=[5], max_context=24)
+        draft = target.sibling(noise, max_context=draft_context)
+        decoder = SpeculativeDecoder(
+            target, draft, num_draft_tokens=num_draft_tokens, keep_caches=0
+        )
+        expected = [outcome(alone(decoder, item)) for item in items]
+        together = decoder.generate_batch(items, max_batch=max_batch)
+        assert [outcome(result) for result in together] == expected
+        completed = dict(decoder.as_completed(iter(items), max_batch=max_batch))
+        assert [outcome(completed.pop(number)) for number in range(len(items))] == expected
+        assert not completed
+        assert target.open_caches == draft.open_caches == 0
+
+    @given(
+        items=st.lists(ITEMS, min_size=1, max_size=10),
+        max_batch=st.integers(1, 8),
+        keep_caches=st.integers(0, 2),
+        seed=st.integers(0, 999),
+    )
+    def test_whatever_the_clock_says(
+        self, items: list[BatchItem], max_batch: int, keep_caches: int, seed: int
+    ) -> None:
+        target = TableBackend.random(SIZE, seed=3, eos_ids=[5], max_context=24)
+        ticks = np.random.default_rng(seed).lognormal(0.0, 2.0, 100_000).cumsum()
+        plain = SpeculativeDecoder(target, keep_caches=0)
+        decoder = SpeculativeDecoder(
+            target,
+            ["suffix", target.sibling(0.3)],
+            keep_caches=keep_caches,
+            clock=iter(ticks.tolist()).__next__,
+        )
+        together = decoder.generate_batch(items, max_batch=max_batch)
+        assert [whole_text(r) for r in together] == [whole_text(alone(plain, i)) for i in items]
+
+
+class Watched(TableBackend):
+    """Keeps what was fed, forward by forward: tokens and rows of every span."""
+
+    log: list[list[tuple[int, int]]]
+
+    def forward(self, batch: Sequence[Span]) -> Any:
+        self.log = [*getattr(self, "log", ()), [(len(s.tokens), s.num_logits) for s in batch]]
+        return super().forward(batch)
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_the_others() -> None:
+    base = TableBackend.random(9, seed=5)
+    target, draft = Watched(base.table), Watched(base.sibling(0.3).table)
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3)
+    results = list(
+        decoder.as_completed(
+            [
+                BatchItem([1, 2], max_new_tokens=80),
+                BatchItem([2, 3], max_new_tokens=1),
+                BatchItem([1] * 1100, max_new_tokens=2),
+            ],
+            max_batch=2,
+        )
+    )
+    assert [number for number, _ in results] == [1, 2, 0]
+    for log in (target.log, draft.log):
+        chunks = [at for at, spans in enumerate(log) if sum(tokens for tokens, _ in spans) > 16]
+        assert [log[at] for at in chunks] == 8 * [[(128, 0)]] + [[(1099 - 8 * 128, 0)]]
+        # After each of them the first sequence has its round.
+        assert all(log[at + 1][0][1] > 0 for at in chunks)
+
+
+def test_several_short_prompts_are_read_in_one_forward() -> None:
+    target = Watched(TableBackend.random(9, seed=5).table)
+    SpeculativeDecoder(target).generate_batch([[1] * 100] * 8, max_new_tokens=1)
+    assert target.log[0] == [(99, 0)] * 5 + [(17, 0)]
+    assert target.log[1] == [(1, 1)] * 5
+    assert target.log[2] == [(82, 0), (99, 0), (99, 0)]
+
+
+def test_one_that_raises_ends_alone() -> None:
+    target = TableBackend.random(6, seed=3)
+    decoder = SpeculativeDecoder(target, target.sibling(0.3), num_draft_tokens=3)
+    params = SamplingParams(processors=(Refusing(4),))
+    items = [BatchItem([n % 4], max_new_tokens=20) for n in range(8)]
+    expected = decoder.generate_batch(items)
+    items[3] = BatchItem([3], max_new_tokens=20, sampling=params)
+    results = decoder.generate_batch(items)
+    assert [r.finish_reason for r in results] == ["length"] * 3 + ["error"] + ["length"] * 4
+    assert str(results[3].error) == "no text with 4"
+    before = expected[3].token_ids[: expected[3].token_ids.index(4) + 1]
+    assert results[3].token_ids == before
+    for number in {*range(8)} - {3}:
+        assert whole_text(results[number]) == whole_text(expected[number])
+    with pytest.raises(ValueError, match="no text with 4"):
+        decoder.generate([3], max_new_tokens=20, sampling=params)
+    assert whole_text(decoder.generate([3], max_new_tokens=20)) == whole_text(expected[3])
+
+
+@given(seed=st.integers(0, 99), token=st.integers(0, 5), num_draft_tokens=st.integers(1, 5))
+def test_a_processor_may_raise_behind_a_wrong_draft(
+    seed: int, token: int, num_draft_tokens: int
+) -> None:
+    target = TableBackend.random(6, seed=seed)
+    params = SamplingParams(processors=(Refusing(token),))
+    item = BatchItem([0], max_new_tokens=9, sampling=params)
+    expected = alone(SpeculativeDecoder(target), item)
+    for draft in (target.sibling(3.0), "lookup"):
+        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens)
+        assert whole_text(alone(decoder, item)) == whole_text(expected)
+
+
+def test_bad_prompts_are_results_and_the_others_go_on() -> None:
+    target = TableBackend.random(6, seed=3, max_context=4)
+    decoder = SpeculativeDecoder(target)
+    prompts: list[Any] = [[1], [], [9], [1] * 5, 3.5, BatchItem([2], stop=""), [2]]
+    results = dict(decoder.as_completed(prompts, max_new_tokens=2))
+    good = decoder.generate_batch([[1], [2]], max_new_tokens=2)
+    assert [whole_text(results[n]) for n in (0, 6)] == [whole_text(r) for r in good]
+    for number, words in enumerate(
+        ["empty", "id 9", "5 tokens", "float", "at least one character"], start=1
+    ):
+        assert results[number].finish_reason == "error"
+        assert words in str(results[number].error)
+        assert results[number].token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_batch": 0}, ValueError, "max_batch must be at least 1"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens"),
+        ({"temperature": 1}, TypeError, "there is no option 'temperature'"),
+    ],
+)
+def test_bad_arguments_raise_at_once(arguments: Any, error: type[Exception], words: str) -> None:
+    target = TableBackend.random(6)
+    with pytest.raises(error, match=words):
+        SpeculativeDecoder(target).as_completed([[1]], **arguments)
+    with pytest.raises(TypeError, match="one text"):
+        SpeculativeDecoder(target).as_completed("abc")
+    assert target.call_ct == 0
+
+
+def test_prompts_are_taken_as_there_is_room() -> None:
+    target = TableBackend.random(6, seed=3)
+    taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield [taken % 6]
+
+    results = SpeculativeDecoder(target, keep_caches=0).as_completed(
+        prompts(), max_batch=3, max_new_tokens=5
+    )
+    assert taken == 0
+    for count in range(1, 12):
+        next(results)
+        assert taken <= count + 5
+    results.close()
+    assert target.open_caches == 0
+
+
+def test_a_fault_of_the_runtime_ends_all() -> None:
+    target = TableBackend.random(6, seed=3)
+    decoder = SpeculativeDecoder(target, keep_caches=0)
+    results = decoder.as_completed([[1], [2], [3]], max_new_tokens=9, max_batch=2)
+    target.fail_at = 8
+    with pytest.raises(RuntimeFailure):
+        list(results)
+    assert target.open_caches == 0
