@@ -1,7 +1,6 @@
 """``specdec generate``: one prompt, its text as it comes, and what speculation brought."""
 
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -15,14 +14,12 @@ from specdec.cli.options import (
     MaxNewTokens,
     ModelOptions,
     NumDraftTokens,
-    Seed,
-    Temperature,
+    SamplingOptions,
     as_num_draft_tokens,
     command,
 )
 from specdec.decoder import SpeculativeDecoder, TokenStream
 from specdec.request import GenerationResult, Verification, at_least
-from specdec.sampling import SamplingParams
 from specdec.vocab import Prompt
 
 __all__ = ["generate"]
@@ -32,6 +29,7 @@ __all__ = ["generate"]
 def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads standard input.")],
     models: ModelOptions,
+    sampling: SamplingOptions,
     max_new_tokens: MaxNewTokens = 256,
     num_draft_tokens: NumDraftTokens = "auto",
     max_draft_tokens: Annotated[int, typer.Option(help="The most that auto may choose.")] = 16,
@@ -40,19 +38,9 @@ def generate(
     ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(min=0, help="Id that ends it.")] = None,
-    temperature: Temperature = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least part of the best's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="For ids seen; 1: none.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="For ids in the output.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="For each time there.")] = 0.0,
-    min_tokens: Annotated[int, typer.Option(help="No EOS before so many tokens.")] = 0,
-    seed: Seed = None,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: so many per token.")
     ] = None,
-    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, repeatable.")] = None,
     verification: Annotated[
         Verification, typer.Option(help="How sampled drafts are judged.")
     ] = "coupled",
@@ -83,18 +71,7 @@ def generate(
             "in llama.cpp",
             style="dim",
         )
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=biases(logit_bias or ()),
-        min_tokens=min_tokens,
-        seed=seed,
-    )
+    params = sampling.params
     text = sys.stdin.read() if prompt == "-" else prompt
     target, draft = open_pair(models)
     request: Prompt = [{"role": "user", "content": text}] if chat else text
@@ -113,7 +90,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             stop=stop or (),
             stop_token_ids=stop_token_id or (),
-            sampling=sampling,
+            sampling=params,
             logprobs=logprobs,
         )
         result = stream.collect() if as_json else show(stream, "" if chat else text)
@@ -121,15 +98,6 @@ def generate(
         print_json(asdict(result) | {"stats": result.stats.as_dict()} | described(target, draft))
     else:
         err.out(summary(result), style="dim")
-
-
-def biases(texts: Iterable[str]) -> dict[int, float]:
-    """``ID=BIAS`` texts as a mapping."""
-    try:
-        pairs = [text.split("=") for text in texts]
-        return {int(token): float(bias) for token, bias in pairs}
-    except ValueError:
-        raise ValueError(f"--logit-bias is ID=BIAS, such as 42=-1.5, not {texts}") from None
 
 
 def show(stream: TokenStream, prompt: str) -> GenerationResult:

@@ -3,14 +3,15 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
 from specdec.cli.console import err
+from specdec.sampling import SamplingParams
 
 __all__ = [
     "AsJson",
@@ -20,6 +21,7 @@ __all__ = [
     "NumDraftTokens",
     "Options",
     "Prompts",
+    "SamplingOptions",
     "Seed",
     "Temperature",
     "TrustRemoteCode",
@@ -98,19 +100,54 @@ class ModelOptions:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; each field is an option."""
+
+    temperature: Temperature = 0.0
+    top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Least part of the best's probability.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="For ids seen; 1: none.")] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="For ids in the output.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="For each time there.")] = 0.0
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=BIAS, repeatable.")] = None
+    min_tokens: Annotated[int, typer.Option(help="No EOS before so many tokens.")] = 0
+    seed: Seed = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """As the decoder takes them."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return SamplingParams(**given | {"logit_bias": biases(self.logit_bias or ())})
+
+
+def biases(texts: Iterable[str]) -> dict[int, float]:
+    """``ID=BIAS`` texts as a mapping."""
+    try:
+        pairs = [text.split("=") for text in texts]
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError:
+        raise ValueError(f"--logit-bias is ID=BIAS, such as 42=-1.5, not {texts}") from None
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a command for typer.
 
-    A parameter called ``models`` becomes the options of ``ModelOptions``. ``--debug`` comes with
-    it; without that an error is one line and exit code 2.
+    A parameter that is a dataclass, such as ``models: ModelOptions``, becomes the options that are
+    its fields. ``--debug`` comes with it; without that an error is one line and exit code 2.
     """
     own = inspect.signature(function).parameters
-    spread = inspect.signature(ModelOptions).parameters if "models" in own else {}
+    groups = {
+        name: inspect.signature(each.annotation).parameters
+        for name, each in own.items()
+        if isinstance(each.annotation, type) and is_dataclass(each.annotation)
+    }
 
     @functools.wraps(function)
     def run(*, debug: bool, **given: Any) -> None:
-        if spread:
-            given["models"] = ModelOptions(**{name: given.pop(name) for name in spread})
+        for name, options in groups.items():
+            given[name] = own[name].annotation(**{each: given.pop(each) for each in options})
         try:
             function(**given)
         except KeyboardInterrupt:
@@ -128,7 +165,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     shown = [
         each.replace(kind=keyword)
         for name, mine in own.items()
-        for each in (spread.values() if name == "models" else [mine])
+        for each in (groups[name].values() if name in groups else [mine])
     ]
     run.__signature__ = inspect.Signature([*shown, debugging])  # type: ignore[attr-defined]
     return run
