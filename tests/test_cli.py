@@ -16,7 +16,7 @@ from specdec.request import GenerationResult
 from specdec.stats import Stats
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("generate", "check", "verify", "bench", "quantize")
+COMMANDS = ("generate", "check", "verify", "bench", "batch", "quantize")
 FOUR = ["--num-draft-tokens", "4"]  # whether auto drafts at all depends on the machine
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli import bench, check, generate, quantize, verify
+from specdec.cli import batch, bench, check, generate, quantize, verify
 from specdec.cli.console import out, warn_in_one_line
 
 __all__ = ["app", "main"]
@@ -21,6 +21,7 @@ app.command()(generate.generate)
 app.command()(check.check)
 app.command()(verify.verify)
 app.command()(bench.bench)
+app.command()(batch.batch)
 app.command()(quantize.quantize)
 
 

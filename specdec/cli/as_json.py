@@ -10,7 +10,7 @@ import typer
 from specdec.backend import ModelBackend
 from specdec.composite import CompositeDrafter
 
-__all__ = ["described", "print_json"]
+__all__ = ["described", "plain", "print_json"]
 
 
 def described(
@@ -26,7 +26,7 @@ def print_json(fields: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can have it."""
+    """A value as JSON can have it: an infinite number as null."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
