@@ -43,10 +43,9 @@ class MemberCosts(Costs):
         super().__init__()
         self._whole = whole
 
-    @property
     @override
-    def is_plain_stale(self) -> bool:
-        return self._whole.is_plain_stale
+    def is_plain_stale(self, num_sequences: int = 1) -> bool:
+        return self._whole.is_plain_stale(num_sequences)
 
     @override
     def count_tokens(self, num_tokens: int, lost: float) -> None:
@@ -362,7 +361,7 @@ class CompositeDrafter(Drafter):
         plan = policy.plan(limit, lags, num_sequences)
         policy.num_passed += 1
         state.due = set()
-        if not policy.fixed and policy.costs.is_plain_stale:
+        if not policy.fixed and policy.costs.is_plain_stale(num_sequences):
             return []
         # What a lookup plans is what it is known for; the match at hand may be a better one.
         return [

@@ -352,7 +352,7 @@ class SpeculativeDecoder:
             self._open(request)
             try:
                 while not request.ready:
-                    self._read([request], CHUNK)
+                    self._read([request], CHUNK, 1)
                 self._calibrate(request, seconds, widths)
             finally:
                 self._close([request])
@@ -396,7 +396,8 @@ class SpeculativeDecoder:
                             active.append(sequence)
                     reading = [s for s in active if not s.ready]
                     if reading:
-                        self._read(reading, CHUNK if reading == active else CHUNK_BESIDE)
+                        room = CHUNK if reading == active else CHUNK_BESIDE
+                        self._read(reading, room, len(active))
                     if decoding := [s for s in active if s.ready]:
                         self._round(decoding)
                     finished = [s for s in active if s.output.finish_reason]
@@ -425,7 +426,7 @@ class SpeculativeDecoder:
             undo.pop_all()
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _read(self, reading: Sequence[Request], room: int) -> None:
+    def _read(self, reading: Sequence[Request], room: int, num_sequences: int) -> None:
         """Read on in prompts, at most ``room`` ids, in one forward.
 
         All but the last id of each is read, so that the first round is like every other.
@@ -454,7 +455,7 @@ class SpeculativeDecoder:
                     self._progress(read - cached, len(sequence.ids) - 1 - cached)
         for sequence in reading:
             if len(sequence.cache) == len(sequence.ids) - 1:
-                sequence.ready = self._drafter_is_ready(sequence, len(reading), room)
+                sequence.ready = self._drafter_is_ready(sequence, num_sequences, room)
                 if sequence.ready:
                     sequence.exact = len(sequence.cache)
                     if self._is_worth_calibrating(sequence):

@@ -12,6 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
+from typing import Any
+
+from typing_extensions import override
 
 __all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
 
@@ -20,6 +23,7 @@ MEMORY = 96  # tokens after which what was seen counts 1/e
 # useless one shows soon.
 RATES = (0.99, 0.96, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15, 0.02)
 ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
+NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
@@ -56,6 +60,7 @@ class Costs:
 
     def count_verify(self, width: int, seconds: float) -> None:
         """Enter a target forward over ``width`` tokens."""
+        width = rounded(width)
         self._verify[width].append(positive(seconds))
         self._seen[width] = self._forward_ct = self._forward_ct + 1
         if self._forward_ct % STALE == 0:
@@ -99,10 +104,10 @@ class Costs:
         """Whether a plain step was ever measured."""
         return 1 in self._verify
 
-    @property
-    def is_plain_stale(self) -> bool:
+    def is_plain_stale(self, num_sequences: int = 1) -> bool:
         """Whether the last plain step is so long ago that one more is worth it."""
-        return self._forward_ct - self._seen.get(1, self._forward_ct) >= 4 * STALE
+        seen = self._seen.get(rounded(num_sequences), self._forward_ct)
+        return self._forward_ct - seen >= 4 * STALE
 
     def count_tokens(self, num_tokens: int, lost: float) -> None:
         """Enter what a round brought, and the plain steps that it lost if it was a probe."""
@@ -128,12 +133,15 @@ class Costs:
         """Drafts of so many tokens for each of some sequences in step, or for about so many.
 
         A line through what was measured: a round's first draft takes longer, since it feeds what
-        the target has put out.
+        the target has put out. More sequences than were measured take as much more as they do in
+        the target.
         """
         if not self._draft or num_tokens == 0:
             return num_tokens * self.verify(num_sequences) / 4
-        base, step = self._lines[min(self._lines, key=lambda n: abs(n - num_sequences))]
-        return base + step * num_tokens
+        nearest = min(self._lines, key=lambda n: abs(n - num_sequences))
+        base, step = self._lines[nearest]
+        more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
+        return more * (base + step * num_tokens)
 
     def rest(self, *, drafting: bool) -> float:
         """The loop's own work in a round; a rollback may have its price."""
@@ -150,9 +158,10 @@ class Costs:
 
         Optimistic where little is known, so that what may be good is tried: a width that was never
         measured costs what the next smaller one does, and a width that was measured once or twice
-        no more than a line between its neighbours.
+        no more than a line between its neighbours. Widths beyond all that were measured lie on a
+        line with the first and the last.
         """
-        widths = self._widths
+        widths, width = self._widths, rounded(width)
         if not widths:
             return 1.0
         at = bisect_left(widths, (width, 0.0))
@@ -163,7 +172,9 @@ class Costs:
         if not below:
             return above[0][1]
         if not above:
-            return below[-1][1]
+            (first, least), (last, most) = widths[0], widths[-1]
+            slope = max(0.0, most - least) / max(1, last - first)
+            return most + slope * (width - last)
         (left, low), (right, high) = below[-1], above[0]
         line = low + (high - low) * (width - left) / (right - left)
         return min(line, widths[at][1] if here else low)
@@ -181,6 +192,11 @@ class Costs:
     def round(self, num_drafts: int) -> float:
         """A whole round of one sequence."""
         return self.rounds(num_drafts)[num_drafts]
+
+
+def rounded(width: int) -> int:
+    """Wide forwards are told apart by an eighth of their width."""
+    return width >> (shift := max(0, width.bit_length() - 4)) << shift
 
 
 def positive(seconds: float) -> float:
@@ -211,9 +227,23 @@ class Acceptance:
         self._confidences = [[0.0, 0.0] for _ in range(len(CONFIDENCES) + 1)]
         self._failures = [0.0, 0.0]  # expected by confidence, and seen
 
-    def by_position(self) -> list[float]:
-        """The chance at each position that a draft stands if those before it did."""
+    @property
+    def tally(self) -> tuple[float, float]:
+        """How many drafts were compared, up to the first wrong one, and how many of them stood."""
         tried, stood = map(sum, zip(*self._positions, strict=True))
+        return tried, stood
+
+    def by_position(self, neighbours: tuple[float, float] = (0.0, 0.0)) -> list[float]:
+        """The chance at each position that a draft stands if those before it did.
+
+        Args:
+            neighbours: The tally of other texts that are decoded beside this one. They tell little
+                of it, but something while it is new.
+        """
+        weight = NEIGHBOURS / max(NEIGHBOURS, neighbours[0])
+        tried, stood = (
+            own + weight * other for own, other in zip(self.tally, neighbours, strict=True)
+        )
         pairs = list(zip(RATES, ODDS, strict=True))
         odds = [odd * rate**stood * (1 - rate) ** (tried - stood) for rate, odd in pairs]
         rates, before = [], sum(odds)
@@ -271,6 +301,17 @@ class FixedLength:
         """The most tokens to draft in the next round, up to ``limit``."""
         return min(limit, self.num_draft_tokens)
 
+    @staticmethod
+    def together(
+        policies: Sequence[Any],
+        limits: Sequence[int],
+        lags: Sequence[int],
+        num_sequences: int,
+    ) -> list[int]:
+        """What ``wanted`` says for each of some sequences, of policies of the same kind."""
+        asked = zip(policies, limits, lags, strict=True)
+        return [policy.wanted(limit, lag, num_sequences) for policy, limit, lag in asked]
+
     def keep(self, num_proposed: int) -> int:
         """How many of the drafts, the first so many, are worth a place in the target's forward."""
         return num_proposed
@@ -325,33 +366,73 @@ class MeasuredLength(FixedLength):
         Args:
             limit: The most that make sense.
             lag: Tokens that the drafter has to catch up with first.
-            num_sequences: How many decode together.
+            num_sequences: How many decode together, all like this one.
         """
-        horizon = min(limit + 1, MEMORY)  # tokens that catching up is good for
-        limit = min(limit, self.num_draft_tokens)
-        rates = self.acceptance.by_position()
-        self._rates = rates
-        self._seconds = self.costs.rounds(limit, num_sequences)
-        self._confidences, self._probing, self._extra = [], False, lag * self.costs.read
+        return self.together([self], [limit], [lag], num_sequences)[0]
+
+    @staticmethod
+    @override
+    def together(
+        policies: Sequence["MeasuredLength"],
+        limits: Sequence[int],
+        lags: Sequence[int],
+        num_sequences: int,
+    ) -> list[int]:
+        """What ``wanted`` says for each of some sequences that share the costs of a round.
+
+        Nobody drafts where that doesn't pay for all of them, and where it does, each so many up to
+        the common number as are worth their places in the target's forward.
+        """
+        costs, number = policies[0].costs, len(policies)
+        horizons = [min(limit + 1, MEMORY) for limit in limits]  # that catching up is good for
+        most = max(
+            min(limit, p.num_draft_tokens) for p, limit in zip(policies, limits, strict=True)
+        )
+        seconds = costs.rounds(most, num_sequences)
+        tallies = [policy.acceptance.tally for policy in policies]
+        tried, stood = map(sum, zip(*tallies, strict=True))
+        chances = []
+        for policy, limit, lag, own in zip(policies, limits, lags, tallies, strict=True):
+            policy._rates = policy.acceptance.by_position((tried - own[0], stood - own[1]))
+            extra = lag * costs.read * num_sequences  # the others wait, or read likewise
+            chances.append(policy._start(min(limit, most), seconds, extra, num_sequences))
+        extra = sum(policy._extra for policy in policies)
+        planned, rate, tokens = 0, 1 / seconds[0], 1.0
+        for count in range(1, most + 1):
+            tokens += sum(mine[count - 1] for mine in chances if len(mine) >= count) / number
+            promised = 1 / (seconds[count] / tokens + extra / sum(horizons))
+            if promised > (rate if planned else WORTH * rate):
+                planned, rate = count, promised
+        for policy, mine in zip(policies, chances, strict=True):
+            if len(mine) == policy.num_draft_tokens:  # near the end even a good draft may not pay
+                policy._pays = planned > 0
+        probing = False
+        if most > 0 and costs.is_plain_stale(num_sequences):
+            planned = 0
+        elif most > 0 and planned == 0:
+            cheapest = min(range(1, most + 1), key=seconds.__getitem__)
+            loss = (seconds[cheapest] + extra / number) / seconds[0] - 1
+            rested = max(policy._plain_ct for policy in policies) >= PROBE_GAP
+            probing = rested and costs.may_lose(loss * number)
+            planned = cheapest if probing else 0
+        checking = seconds[planned] - costs.drafts(planned, num_sequences) - seconds[0]
+        for policy, mine, horizon in zip(policies, chances, horizons, strict=True):
+            policy._rate, policy._probing = rate, probing
+            policy._planned = min(planned, len(mine))
+            if number > 1 and policy._planned and not probing:
+                worth = accumulate(chance - rate * checking / planned for chance in mine[:planned])
+                gain, best = max((gain, -count) for count, gain in enumerate(worth, 1))
+                reading = rate * policy._extra / horizon * (1 + sum(mine[:-best]))
+                policy._planned = -best if gain > reading else 0
+        return [policy._planned for policy in policies]
+
+    def _start(
+        self, limit: int, seconds: list[float], extra: float, num_sequences: int
+    ) -> list[float]:
+        """Begin a round; for each draft the chance to stand with all before it."""
+        self._seconds, self._confidences, self._extra = seconds, [], extra
         self._given_up, self._num_sequences = 0, num_sequences
-        self._planned, self._rate = 0, 1 / self._seconds[0]
-        tokens = chance = 1.0
-        for count in range(1, limit + 1):
-            chance *= rates[count - 1]
-            tokens += chance
-            rate = 1 / (self._seconds[count] / tokens + self._extra / horizon)
-            if rate > (self._rate if self._planned else WORTH * self._rate):
-                self._planned, self._rate = count, rate
-        if limit == self.num_draft_tokens:  # near the end even a good draft may not pay
-            self._pays = self._planned > 0
-        if limit > 0 and self.costs.is_plain_stale:
-            self._planned = 0
-        elif limit > 0 and self._planned == 0:
-            count = min(range(1, limit + 1), key=self._seconds.__getitem__)
-            loss = (self._seconds[count] + self._extra) / self._seconds[0] - 1
-            self._probing = self._plain_ct >= PROBE_GAP and self.costs.may_lose(loss)
-            self._planned = count if self._probing else 0
-        return self._planned
+        return list(accumulate(self._rates[:limit], operator.mul))
 
     @property
     def go_on(self) -> Callable[[float], bool]:

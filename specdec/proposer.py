@@ -46,16 +46,23 @@ class Proposer:
 
     def requests(self, active: Sequence[Request], limits: Sequence[int]) -> dict[int, DraftRequest]:
         """What to ask for, by the number of the sequence. Who lags far behind reads first."""
-        requests = {}
-        for index, (sequence, limit) in enumerate(zip(active, limits, strict=True)):
-            if sequence.drafter is None:
-                continue
-            lag = self.drafter.lag(sequence.draft_state, sequence.ids)
-            wanted = sequence.policy.wanted(limit, lag, len(active))
-            if wanted > 0:
+        asked = [index for index, each in enumerate(active) if each.drafter is not None]
+        requests: dict[int, DraftRequest] = {}
+        if not asked:
+            return requests
+        sequences = [active[index] for index in asked]
+        lags = [self.drafter.lag(each.draft_state, each.ids) for each in sequences]
+        counts = sequences[0].policy.together(
+            [each.policy for each in sequences],
+            [limits[index] for index in asked],
+            lags,
+            len(active),
+        )
+        for index, sequence, lag, count in zip(asked, sequences, lags, counts, strict=True):
+            if count > 0:
                 self._catch_up(sequence, lag)
                 go_on = sequence.policy.go_on if self._may_stop else None
-                requests[index] = self._request(sequence, wanted, go_on)
+                requests[index] = self._request(sequence, count, go_on)
         return requests
 
     def propose(

@@ -2,11 +2,19 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specdec import GenerationResult, ModelBackend, SamplingParams, SpeculativeDecoder
+from specdec import (
+    BatchItem,
+    GenerationResult,
+    ModelBackend,
+    SamplingParams,
+    SpeculativeDecoder,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,6 +77,56 @@ def test_a_batch_is_its_single_runs(tiny: dict[str, ModelBackend], target: str) 
         assert [r.stats.accept_histogram for r in together] == [
             r.stats.accept_histogram for r in alone
         ]
+
+
+def mixed_batch(count: int) -> list[BatchItem]:
+    """Prompts, budgets, stops and ways to choose, each other than its neighbours'."""
+    each = [None, *SAMPLING.values()]
+    return [
+        BatchItem(
+            f"{PROMPTS[number % 3]} {number}",
+            max_new_tokens=8 + 5 * (number % 4),
+            sampling=each[number % len(each)],
+            stop=["e"] if number % 3 == 2 else [],
+        )
+        for number in range(count)
+    ]
+
+
+def whole(result: GenerationResult) -> tuple[object, ...]:
+    return *outcome(result), result.stats.accept_histogram, result.stats.target_forward_ct
+
+
+@pytest.mark.parametrize("max_batch", [2, 5, 8])
+@pytest.mark.parametrize("target", ["hf target", "gguf target"])
+def test_a_mixed_batch_is_its_single_runs(
+    tiny: dict[str, ModelBackend], target: str, max_batch: int
+) -> None:
+    decoder = SpeculativeDecoder(tiny[target], tiny["hf draft"], num_draft_tokens=3, keep_caches=0)
+    items = mixed_batch(11)
+    alone = [whole(decoder.generate(item.prompt, **item.options)) for item in items]
+    assert all(alone.count(each) == 1 for each in alone)
+    together = dict(decoder.as_completed(items, max_batch=max_batch))
+    assert [whole(together[number]) for number in range(len(items))] == alone
+
+
+@pytest.mark.parametrize("runtime", ["torch", "llama.cpp"])
+def test_a_mixed_batch_of_a_real_model(smollm2_gguf: Path, tmp_path: Path, runtime: str) -> None:
+    """In fp32: what a draft in 4 bits proposes may depend on its neighbours."""
+    torch_target = HFBackend(smollm2_gguf, dtype="float32")
+    target: ModelBackend = torch_target
+    with ExitStack() as stack:
+        if runtime == "llama.cpp":
+            torch_target.write_quantized(tmp_path / "f32.gguf", "f32")
+            target = stack.enter_context(
+                LlamaCppBackend(tmp_path / "f32.gguf", n_threads=1, cache_dtype="f32")
+            )
+        draft = stack.enter_context(LlamaCppBackend(smollm2_gguf, n_threads=1))
+        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, keep_caches=0)
+        items = mixed_batch(8)
+        alone = [outcome(decoder.generate(item.prompt, **item.options)) for item in items]
+        together = decoder.generate_batch(items, max_batch=8)
+        assert [outcome(result) for result in together] == alone
 
 
 SAMPLING = {

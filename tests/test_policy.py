@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -225,3 +226,91 @@ def test_a_pair_that_wins_does_not_end_with_a_complaint() -> None:
     for budget in range(60, 80):
         result = decoder.generate([1, 2], max_new_tokens=budget)
         assert result.stats.reason is None
+
+
+def seen(costs: Costs, proposed: int, correct: int, rounds: int = 20) -> MeasuredLength:
+    """The policy of a text whose drafts always came to so much."""
+    policy = MeasuredLength(costs, 8)
+    for _ in range(rounds):
+        policy.acceptance.observe([], proposed, correct)
+    return policy
+
+
+def test_sequences_that_decode_together_choose_together() -> None:
+    """What one drafts all wait for: a few that would gain don't make the others lose."""
+    dear = costs(0.3, *(1.0 + 0.05 * width for width in range(72)))
+    good, useless = seen(dear, 8, 8), seen(dear, 8, 0)
+    (alone,) = MeasuredLength.together([good], [99], [0], 1)
+    assert alone >= 4
+    both = MeasuredLength.together([good, useless], [99, 99], [0, 0], 2)
+    assert both[0] >= 4
+    assert both[1] == 0
+    one_of_eight = MeasuredLength.together([good, *[useless] * 7], [99] * 8, [0] * 8, 8)
+    assert one_of_eight == [0] * 8
+    all_good = MeasuredLength.together([good] * 8, [99] * 8, [0] * 8, 8)
+    assert all_good == [all_good[0]] * 8
+    assert 0 < all_good[0] <= alone
+
+
+def test_near_the_end_of_one_text_the_others_go_on() -> None:
+    cheap = costs(0.05, *[1.0] * 72)
+    policies = [seen(cheap, 8, 8) for _ in range(3)]
+    counts = MeasuredLength.together(policies, [99, 2, 0], [0, 0, 0], 3)
+    assert counts == [8, 2, 0]
+
+
+def test_reading_a_prompt_for_few_tokens_doesnt_pay() -> None:
+    known = costs(0.05, *[1.0] * 72)
+    for _ in range(3):
+        known.count_read(10.0, 100)
+    policies = [seen(known, 8, 8) for _ in range(4)]
+    assert all(MeasuredLength.together(policies, [200] * 4, [100] * 4, 4))
+    assert not any(MeasuredLength.together(policies, [9] * 4, [300] * 4, 4))
+    newcomer = MeasuredLength.together(policies, [200, 200, 200, 9], [0, 0, 0, 300], 4)
+    assert newcomer == [8, 8, 8, 0]
+
+
+def test_a_batch_that_never_took_a_lone_step_goes_on_drafting() -> None:
+    known = costs(0.05, *[1.0] * 17)
+    policy = seen(known, 8, 8)
+    for _ in range(2000):
+        known.count_verify(72, 1.0)
+    assert MeasuredLength.together([policy] * 8, [99] * 8, [0] * 8, 8) == [8] * 8
+    assert MeasuredLength.together([policy], [99], [0], 1) == [0]
+
+
+def test_more_sequences_and_tokens_than_were_measured_cost_more() -> None:
+    known = costs(0.1, *(1.0 + 0.1 * width for width in range(17)))
+    assert known.verify(100) == pytest.approx(1.0 + 0.1 * 95, rel=0.05)
+    assert known.drafts(4, 8) == pytest.approx(known.drafts(4) * known.verify(8))
+    flat = costs(0.1, *[1.0] * 17)
+    assert flat.verify(1000) == 1.0
+    assert flat.drafts(4, 8) == pytest.approx(flat.drafts(4))
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("verify", bench.VERIFY)
+@pytest.mark.parametrize("draft_step", [0.05, 0.3])
+@pytest.mark.parametrize("noise", [0.05, 3.0])
+def test_a_batch_is_never_much_slower_than_plain(
+    batch: int, verify: str, draft_step: float, noise: float
+) -> None:
+    """Prompts included, which a draft that turns out to be useless has read for nothing."""
+
+    def cost(factor: float, width: int) -> float:
+        return factor * float(bench.VERIFY[verify](width))
+
+    def speed(drafts: bool) -> float:
+        clock = VirtualClock()
+        target = TableBackend.random(40, seed=1, max_context=4096)
+        draft = target.sibling(noise, seed=5)
+        for model, factor in ((target, 1.0), (draft, draft_step)):
+            model.clock, model.cost = clock, partial(cost, factor)
+        decoder = SpeculativeDecoder(target, draft if drafts else None, clock=clock)
+        decoder.generate_batch([[n, 3] for n in range(batch)], max_batch=batch, max_new_tokens=400)
+        return 1 / clock.seconds
+
+    ratio = speed(True) / speed(False)
+    assert ratio >= 0.93
+    if noise < 1 and draft_step < 0.1 and verify != "linear":
+        assert ratio > 1.3

@@ -57,6 +57,16 @@ class ShuffledBatch(TableBackend):
         return super().forward(batch)
 
 
+class WidestWindow(TableBackend):
+    """C2: in a batch every sequence loses what the longest has behind its window of 200."""
+
+    def forward(self, batch: Sequence[Span]) -> Any:
+        lost = max(len(span.cache) for span in batch) - 200
+        rows = super().forward(batch)
+        short = [len(span.cache) - len(span.tokens) <= lost for span in batch]
+        return [row * (0.5 if gone else 1) for row, gone in zip(rows, short, strict=True)]
+
+
 class DeafCrop(TableBackend):
     """C3: does nothing when asked to crop."""
 
@@ -165,6 +175,7 @@ class SmallTable(TableBackend):
         (FirstRows, "check_rows"),
         (DoubleRows, "check_rows"),
         (ShuffledBatch, "check_batch"),
+        (WidestWindow, "check_batch"),
         (DeafCrop, "check_crop"),
         (EagerCrop, "check_crop"),
         (StaleCrop, "check_crop"),

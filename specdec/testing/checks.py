@@ -61,9 +61,20 @@ def check_rows(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
         assert len(parts) == len(ids)
 
 
-def check_batch(backend: ModelBackend, *, tolerance: float = 1e-3) -> None:
-    """C2: a ragged batch gives what its spans give one by one."""
-    lengths, news, wanted = (3, 11, 1, 6), (4, 1, 2, 5), (4, 1, 0, 2)
+def check_batch(backend: ModelBackend, *, tolerance: float = 1e-3, far: int = 320) -> None:
+    """C2: a ragged batch gives what its spans give one by one.
+
+    Looks at short texts, and at one of ``far`` tokens beside them; give more than the model's
+    attention window if that is longer.
+    """
+    far = min(far, backend.max_context)
+    for lengths in ((3, 11, 1, 6), (max(1, far - 4), 11, max(1, far // 2), 6)):
+        batch_at_once(backend, lengths, tolerance)
+
+
+def batch_at_once(backend: ModelBackend, lengths: Sequence[int], tolerance: float) -> None:
+    """Four texts, ragged, beside each other and each alone."""
+    news, wanted = (4, 1, 2, 5), (4, 1, 0, 2)
     texts = [
         some_ids(backend, old + new, seed)
         for seed, (old, new) in enumerate(zip(lengths, news, strict=True))
