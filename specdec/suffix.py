@@ -1,10 +1,12 @@
 """Drafts by the statistics of all that came before: a suffix automaton that grows with the text."""
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from threading import Lock
 from typing import NamedTuple
 
 from typing_extensions import override
@@ -206,7 +208,8 @@ class SuffixDrafter(Drafter):
     Args:
         memory_tokens: How many ids of earlier outputs to remember beside the text at hand. 0: none
             of any text, once it is closed. When there are more, the oldest are forgotten until half
-            is left. Prompts aren't remembered; ``clear`` forgets all.
+            is left. Prompts aren't remembered; ``clear`` forgets all. Decoders in several threads
+            may share it.
         min_chance: Propose no further than all stand with this chance.
 
     Raises:
@@ -220,11 +223,15 @@ class SuffixDrafter(Drafter):
         self._room = at_least(0, memory_tokens=memory_tokens)
         self._remembered: list[int] = []
         self._memory = SuffixIndex()
+        self._closed = deque[list[int]]()  # outputs that the memory lacks yet
+        self._lock = Lock()  # of the memory
 
     @property
     def remembered(self) -> Sequence[int]:
         """The ids that are held of earlier outputs, the oldest first, each output closed by -1."""
-        return tuple(self._remembered)
+        with self._lock:
+            self._remember()
+            return tuple(self._remembered)
 
     @override
     def open(self, prompt_ids: Sequence[int]) -> _State:
@@ -240,6 +247,12 @@ class SuffixDrafter(Drafter):
     def catch_up(self, state: _State, ids: Sequence[int]) -> None:
         """Index it, and match it with what is remembered."""
         state.index.extend(ids[state.index.size :])
+        with self._lock:
+            self._match(state, ids)
+
+    def _match(self, state: _State, ids: Sequence[int]) -> None:
+        """Follow a text in the memory."""
+        self._remember()
         if not self._remembered:
             return
         if state.memory is not self._memory:
@@ -257,13 +270,13 @@ class SuffixDrafter(Drafter):
     def _after(self, request: DraftRequest) -> list[int]:
         state: _State = request.state
         num_tokens = request.num_tokens
-        self.catch_up(state, request.ids)
-        matches = [(state.index, state.index.match)]
-        if self._remembered:
-            matches.append((self._memory, self._memory.valid(state.match)))
-        drafts = [
-            index.continuation(match, num_tokens, self._min_chance) for index, match in matches
-        ]
+        state.index.extend(request.ids[state.index.size :])
+        drafts = [state.index.continuation(state.index.match, num_tokens, self._min_chance)]
+        with self._lock:
+            self._match(state, request.ids)
+            if self._remembered:
+                match = self._memory.valid(state.match)
+                drafts.append(self._memory.continuation(match, num_tokens, self._min_chance))
         tokens, chances = max(drafts, key=lambda draft: sum(accumulate(draft[1], mul)))
         if request.go_on is not None:
             for number, chance in enumerate(chances, 1):
@@ -282,14 +295,26 @@ class SuffixDrafter(Drafter):
         """Remember the output, and forget the oldest."""
         if not (self._room and state.output):
             return
-        new = [*state.output, BORDER]
-        self._remembered += new
-        if len(self._remembered) > self._room:
-            self._remembered = new = self._remembered[-max(1, self._room // 2) :]
-            self._memory = SuffixIndex()
-        self._memory.extend(new)
+        self._closed.append([*state.output, BORDER])
+        # The garbage collector may close a text while this thread has the lock.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._remember()
+            finally:
+                self._lock.release()
+
+    def _remember(self) -> None:
+        while self._closed:
+            new = self._closed.popleft()
+            self._remembered += new
+            if len(self._remembered) > self._room:
+                self._remembered = new = self._remembered[-max(1, self._room // 2) :]
+                self._memory = SuffixIndex()
+            self._memory.extend(new)
 
     @override
     def clear(self) -> None:
         """Forget all outputs."""
-        self._remembered, self._memory = [], SuffixIndex()
+        with self._lock:
+            self._closed.clear()
+            self._remembered, self._memory = [], SuffixIndex()

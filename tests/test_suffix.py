@@ -1,8 +1,10 @@
 """The suffix automaton counts what a scan counts, and the memory forgets."""
 
+import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -182,6 +184,70 @@ def test_a_text_that_is_open_while_the_memory_changes_is_matched_right() -> None
         finish(drafter, [0], [int(i) for i in rng.integers(0, 3, rng.integers(1, 6))])
         open_text.append(int(rng.integers(0, 3)))
         assert ask(drafter, state, open_text) == ask(drafter, drafter.open([]), open_text)
+
+
+def assert_whole(drafter: SuffixDrafter) -> None:
+    """What it remembers proposes what the same outputs do in a drafter that heard them in turn."""
+    remembered = list(drafter.remembered)
+    other = SuffixDrafter(memory_tokens=len(remembered))
+    outputs = " ".join(map(str, remembered)).split(" -1")
+    assert outputs.pop() == ""
+    for output in outputs:
+        finish(other, [], [int(i) for i in output.split()])
+    assert list(other.remembered) == remembered
+    for begin in range(0, len(remembered) - 3, 2):
+        text = [i for i in remembered[begin : begin + 3] if i >= 0]
+        assert asked_anew(drafter, text) == asked_anew(other, text)
+
+
+def test_an_output_that_is_closed_while_another_is_remembered_comes_after_it() -> None:
+    """As the garbage collector does it at any moment."""
+    drafter = SuffixDrafter(memory_tokens=100)
+    finish(drafter, [], [1, 2, 3, 1, 2, 4])
+    one, other = drafter.open([]), drafter.open([])
+
+    class Ending(int):
+        def __eq__(self, value: object) -> bool:
+            drafter.close(other)
+            other.output = []
+            return int(self) == value
+
+        __hash__ = int.__hash__
+
+    drafter.commit(one, [1, 2, Ending(4), 1, 3, 2])
+    drafter.commit(other, [2, 4, 1, 2, 4, 3])
+    drafter.close(one)
+    assert drafter.remembered[7:] == (1, 2, 4, 1, 3, 2, -1, 2, 4, 1, 2, 4, 3, -1)
+    assert_whole(drafter)
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_decoders_in_threads_share_a_memory() -> None:
+    drafter = SuffixDrafter(memory_tokens=100_000)
+
+    def decode(number: int) -> None:
+        target = TableBackend.random(5, seed=3)
+        decoder, plain = SpeculativeDecoder(target, drafter), SpeculativeDecoder(target)
+        for seed in range(number, 200 + number, 20):
+            options: dict[str, Any] = {
+                "max_new_tokens": 40,
+                "sampling": SamplingParams(temperature=1.0, seed=seed),
+            }
+            found = decoder.generate([1, seed % 5], **options)
+            assert found.token_ids == plain.generate([1, seed % 5], **options).token_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(decode, range(4)))
+    assert drafter.remembered.count(-1) == 40
+    assert_whole(drafter)
 
 
 @pytest.mark.parametrize("options", [{"memory_tokens": -1}, {"min_chance": 0}, {"min_chance": 2}])
