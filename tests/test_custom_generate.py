@@ -286,6 +286,21 @@ def test_a_model_that_isnt_for_it(tiny_llama: Any, fast: Any) -> None:
         model.generate(torch.tensor([[1, 2, 3]]), custom_generate=fast, max_new_tokens=3)
 
 
+def test_resized_embeddings_are_noticed(tiny_llama: Any, one: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama.folder).eval()
+    fast = custom_generate("suffix", num_draft_tokens=3)
+    for width in (292, 300, 296):
+        model.resize_token_embeddings(width)
+        ids = torch.cat([one.input_ids, torch.tensor([[width - 1]])], dim=1)
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        expected = model.generate(ids, **options)
+        with torch.no_grad():  # the last id comes out as well
+            model.lm_head.weight[width - 1] = model.lm_head.weight[int(expected[0, -1])] * 2
+        expected = model.generate(ids, **options)
+        assert width - 1 in expected[0, ids.shape[1] :]
+        assert model.generate(ids, custom_generate=fast, **options).tolist() == expected.tolist()
+
+
 def test_new_weights_are_noticed(tiny_llama: Any, fast: Any, one: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama.folder).eval()
     for _ in range(2):

@@ -113,7 +113,7 @@ class custom_generate:
         self._streamer = streamer
         # The weights may have changed by the next call, so that no cache is good for it.
         self._options = {"keep_caches": 0, **options}
-        self._model: PreTrainedModel | None = None
+        self._made_for: tuple[PreTrainedModel, int] | None = None
         self._decoder: SpeculativeDecoder | None = None
 
     def __call__(
@@ -174,10 +174,11 @@ class custom_generate:
         return sequences
 
     def _decoder_for(self, model: PreTrainedModel) -> SpeculativeDecoder:
-        if self._decoder is None or self._model is not model:
+        made_for = (model, logits_width(model))  # which a resize changes
+        if self._decoder is None or self._made_for != made_for:
             target = HFBackend(model=model, vocab=_vocab(model, self._tokenizer, self._draft))
             self._decoder = SpeculativeDecoder(target, self._draft, **self._options)
-            self._model = model
+            self._made_for = made_for
         return self._decoder
 
 
