@@ -106,12 +106,13 @@ def test_criteria_end_a_text_as_in_generate(model: Any, fast: Any, one: Any, sev
     for place in (0, 3, 11):
         token = int(plain[0, one.input_ids.shape[1] + place])
         for inputs in (one, several):
-            options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [290]}
-            expected = model.generate(**inputs, stopping_criteria=criterion(token), **options)
-            found = model.generate(
-                **inputs, stopping_criteria=criterion(token), custom_generate=fast, **options
-            )
-            assert found.tolist() == expected.tolist()
+            for end in ([290], None):  # without an EOS a row goes on until all are done
+                options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": end}
+                expected = model.generate(**inputs, stopping_criteria=criterion(token), **options)
+                found = model.generate(
+                    **inputs, stopping_criteria=criterion(token), custom_generate=fast, **options
+                )
+                assert found.tolist() == expected.tolist()
 
 
 class Heard(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]

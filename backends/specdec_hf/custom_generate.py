@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -163,11 +164,22 @@ class custom_generate:
             new = [result.token_ids for result in results]
             self.stats = [result.stats for result in results]
         else:
-            new, self.stats = [], []
-            for row, prompt, params in zip(input_ids, prompts, sampling, strict=True):
-                stream = decoder.stream(prompt, sampling=params, **options)
-                new.append(_followed(stream, row, others, streamer))
-                self.stats.append(stream.result.stats if stream.result else None)
+            streams = [
+                decoder.stream(prompt, sampling=params, **options)
+                for prompt, params in zip(prompts, sampling, strict=True)
+            ]
+            new = [
+                _followed(stream, row, others, streamer)
+                for stream, row in zip(streams, input_ids, strict=True)
+            ]
+            # ``generate`` pads a row that is done only where there is an EOS.
+            if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+                longest = max(map(len, new))
+                for stream, ids in zip(streams, new, strict=True):
+                    ids += [event.token_id for event in islice(stream, longest - len(ids))]
+            for stream in streams:
+                stream.close()
+            self.stats = [stream.result.stats if stream.result else None for stream in streams]
         sequences = _joined(input_ids, new, generation_config._pad_token_tensor)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
@@ -340,7 +352,6 @@ def _followed(
             streamer.put(torch.tensor([event.token_id]))
         ids = torch.cat([row, row.new_tensor(new)])[None]
         if criteria and bool(criteria(ids, None).all()):
-            stream.close()
             break
     if streamer is not None:
         streamer.end()
