@@ -235,15 +235,21 @@ def test_masks_and_positions_that_it_cant_follow(model: Any, fast: Any, one: Any
         )
 
 
-def test_prefixes_are_for_one_sequence(model: Any, fast: Any, one: Any, several: Any) -> None:
-    options = {
-        "prefix_allowed_tokens_fn": lambda _, ids: [97 + len(ids) % 5, 110],
-        "max_new_tokens": 8,
-        "do_sample": False,
-    }
+OF_ONE: dict[str, Any] = {
+    "prefix_allowed_tokens_fn": lambda _, ids: [97 + len(ids) % 5, 110],
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_what_holds_all_prompts_is_for_one_sequence(
+    model: Any, fast: Any, one: Any, several: Any, name: str
+) -> None:
+    options = {name: OF_ONE[name], "max_new_tokens": 8, "do_sample": False}
     expected = model.generate(**one, **options)
     assert model.generate(**one, custom_generate=fast, **options).tolist() == expected.tolist()
-    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn for several sequences"):
+    with pytest.raises(ValueError, match=f"{name} for several sequences"):
         model.generate(**several, custom_generate=fast, **options)
 
 

@@ -16,6 +16,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     GenerateDecoderOnlyOutput,
     LogitNormalization,
     MinPLogitsWarper,
@@ -70,6 +72,12 @@ PREPARED = {
     "use_cache",
 }
 STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# Those that hold something of every row of the batch, and are asked about one row here.
+OF_ONE = {
+    PrefixConstrainedLogitsProcessor: "prefix_allowed_tokens_fn",
+    EncoderNoRepeatNGramLogitsProcessor: "encoder_no_repeat_ngram_size",
+    EncoderRepetitionPenaltyLogitsProcessor: "encoder_repetition_penalty",
+}
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -209,9 +217,9 @@ def _refuse(
     asked += ["synced_gpus"] * synced_gpus
     asked += [type(each).__name__ for each in processors if isinstance(each, STATEFUL)]
     asked += [
-        "prefix_allowed_tokens_fn for several sequences"
-        for each in processors
-        if isinstance(each, PrefixConstrainedLogitsProcessor) and batch > 1
+        f"{name} for several sequences"
+        for kind, name in OF_ONE.items()
+        if batch > 1 and any(isinstance(each, kind) for each in processors)
     ]
     for name, value in model_kwargs.items():
         if name not in PREPARED and value is not None:
