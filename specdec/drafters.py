@@ -1,5 +1,6 @@
 """Where drafts come from."""
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class DraftRequest(NamedTuple):
     # Told the probability that the drafter gives the id it has just drafted: whether to go on.
     go_on: Callable[[float], bool] | None = None
     policy: FixedLength | None = None  # what asks for so many; a composite chooses by it
+    num_ids: int = sys.maxsize  # the target's ids are below it
 
 
 class Draft(NamedTuple):

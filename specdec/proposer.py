@@ -109,7 +109,8 @@ class Proposer:
     ) -> DraftRequest:
         sequence.sampler.forget()
         state, policy = sequence.draft_state, sequence.policy
-        return DraftRequest(state, sequence.ids, count, sequence.sampler, go_on, policy)
+        ids, sampler = sequence.ids, sequence.sampler
+        return DraftRequest(state, ids, count, sampler, go_on, policy, self._num_ids)
 
     def _catch_up(self, sequence: Request, lag: int) -> None:
         if lag >= READ_TOKENS:  # fewer are read with the first draft
@@ -136,7 +137,7 @@ class Proposer:
                 f"{len(requests)} requests: give one each, in order"
             )
         drafts = [
-            draft._replace(token_ids=self._checked(draft, request.num_tokens))
+            draft._replace(token_ids=self._checked(draft, request))
             for draft, request in zip(answers, requests, strict=True)
         ]
         if reading <= seconds / 2:  # else it tells little of a draft
@@ -144,8 +145,8 @@ class Proposer:
             self._costs.count_draft(seconds - reading, longest, len(requests))
         return drafts
 
-    def _checked(self, draft: Draft, limit: int) -> list[int]:
-        name, size = type(self.drafter).__name__, self._num_ids
+    def _checked(self, draft: Draft, request: DraftRequest) -> list[int]:
+        name, limit, size = type(self.drafter).__name__, request.num_tokens, request.num_ids
         token_ids = list(map(operator.index, draft.token_ids))
         if len(token_ids) > limit:
             raise ValueError(

@@ -85,11 +85,12 @@ class SuffixIndex:
         return Match(state, length)
 
     def continuation(
-        self, match: Match, num_tokens: int, min_chance: float
+        self, match: Match, num_tokens: int, min_chance: float, num_ids: int
     ) -> tuple[list[int], list[float]]:
         """The most frequent ids behind a match, and each one's chance if those before it stand.
 
-        It ends where the chance that all stand falls below ``min_chance``.
+        It ends where the chance that all stand falls below ``min_chance``, and before an id that
+        isn't below ``num_ids``.
         """
         table, size = self._table, self.size
         tokens: list[int] = []
@@ -104,7 +105,7 @@ class SuffixIndex:
             seen = table[state + COUNT] - (table[state + LATEST] == size)  # with a continuation
             chance = min(table[after + COUNT], seen) / (seen + DOUBT / length)
             together *= chance
-            if token == BORDER or together < min_chance:
+            if not 0 <= token < num_ids or together < min_chance:
                 break
             tokens.append(token)
             chances.append(chance)
@@ -269,14 +270,14 @@ class SuffixDrafter(Drafter):
 
     def _after(self, request: DraftRequest) -> list[int]:
         state: _State = request.state
-        num_tokens = request.num_tokens
+        limits = request.num_tokens, self._min_chance, request.num_ids
         state.index.extend(request.ids[state.index.size :])
-        drafts = [state.index.continuation(state.index.match, num_tokens, self._min_chance)]
+        drafts = [state.index.continuation(state.index.match, *limits)]
         with self._lock:
             self._match(state, request.ids)
             if self._remembered:
                 match = self._memory.valid(state.match)
-                drafts.append(self._memory.continuation(match, num_tokens, self._min_chance))
+                drafts.append(self._memory.continuation(match, *limits))
         tokens, chances = max(drafts, key=lambda draft: sum(accumulate(draft[1], mul)))
         if request.go_on is not None:
             for number, chance in enumerate(chances, 1):

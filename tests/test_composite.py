@@ -193,6 +193,14 @@ def test_a_member_that_answers_wrongly_is_named() -> None:
     with pytest.raises(ValueError, match="Wordy proposed 99 tokens where at most"):
         SpeculativeDecoder(target, [Wordy(), target]).generate([1], max_new_tokens=9)
 
+    class Foreign(Drafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft([4]) for _ in requests]
+
+    inner = CompositeDrafter([Foreign()])
+    with pytest.raises(ValueError, match=r"Foreign proposed \[4\], but ids are 0 to 3"):
+        SpeculativeDecoder(target, [inner, target]).generate([1], max_new_tokens=9)
+
 
 class Watched(Drafter):
     """Counts what is open; raises where it is told to."""

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import Draft, Drafter, DraftRequest, ModelDrafter, RuntimeFailure
+from specdec import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    ModelDrafter,
+    RuntimeFailure,
+    SuffixDrafter,
+)
 from specdec.testing import TableBackend
 
 pytest.importorskip("llama_cpp")
@@ -161,6 +168,17 @@ def test_a_second_gguf_and_another_tokenizer(tiny_llama: Any, smollm2_gguf: Path
         other = asked(LlamaDraftModel(real, vocab=tiny.vocab, num_draft_tokens=3), ids)
         assert 1 <= len(other) <= 3
         assert max(other) < tiny.vocab.num_tokens
+
+
+def test_a_memory_is_cut_to_the_ids_that_are_known() -> None:
+    memory = SuffixDrafter(memory_tokens=100)
+    texts = LlamaDraftModel(memory)
+    for end in range(1, 8):
+        asked(texts, [1, 2, 3, 9, 4, 5, 6][:end])
+    texts.close()
+    small = LlamaDraftModel(memory, vocab=TableBackend.random(8).vocab)
+    assert asked(small, [2]) == [3]
+    assert asked(LlamaDraftModel(memory), [2]) == [3, 9, 4, 5, 6]
 
 
 SCRIPT = """

@@ -270,6 +270,27 @@ def test_memory_is_linear_and_a_loop_costs_no_more() -> None:
         assert index.match.length > 0
 
 
+def test_models_of_other_vocabularies_share_a_memory() -> None:
+    drafter = SuffixDrafter(memory_tokens=1000)
+    for size in (26, 4, 26, 9):
+        target = TableBackend.random(size, seed=1)
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=4)
+        for prompt in ([1, 2, 3], [3, 2], [0, 1, 2, 3, 0, 1]):
+            result = decoder.generate(prompt, max_new_tokens=100)
+            plain = SpeculativeDecoder(target).generate(prompt, max_new_tokens=100)
+            assert result.token_ids == plain.token_ids
+            assert result.stats.num_proposed_drafts > 0
+
+
+def test_a_draft_ends_before_an_id_that_the_target_lacks() -> None:
+    drafter = SuffixDrafter(memory_tokens=100)
+    finish(drafter, [], [1, 2, 3, 9, 4])
+    state = drafter.open([])
+    request = DraftRequest(state, [1, 2], 8, SAMPLER)
+    for num_ids, draft in ((10, [3, 9, 4]), (9, [3]), (3, [])):
+        assert drafter.propose([request._replace(num_ids=num_ids)])[0].token_ids == draft
+
+
 def test_a_repeated_prompt_is_remembered_by_the_decoder() -> None:
     target = TableBackend.random(26, seed=4)
     decoder = SpeculativeDecoder(target, SuffixDrafter(memory_tokens=500), num_draft_tokens=8)

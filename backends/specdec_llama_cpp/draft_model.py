@@ -1,5 +1,6 @@
 """The drafters of specdec for llama-cpp-python's own ``Llama``."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class LlamaDraftModel(DraftModel):  # type: ignore[misc]
         self.drafter = draft
         self.num_draft_tokens = at_least(1, num_draft_tokens=num_draft_tokens)
         self._sampler = _Greedy(vocab)
+        self._num_ids = sys.maxsize if vocab is None else vocab.size
         self._ids: list[int] = []  # of the open text; none: no text is open
         self._drafted: list[int] = []  # behind these ids
         self._state: Any = None
@@ -77,7 +79,9 @@ class LlamaDraftModel(DraftModel):  # type: ignore[misc]
             return np.empty(0, np.intc)
         try:
             self._go_to(ids)
-            request = DraftRequest(self._state, ids, self.num_draft_tokens, self._sampler)
+            request = DraftRequest(
+                self._state, ids, self.num_draft_tokens, self._sampler, num_ids=self._num_ids
+            )
             (draft,) = self.drafter.propose([request])
         except BaseException:  # the drafter may be in the middle of something
             self._drop()
