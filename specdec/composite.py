@@ -22,6 +22,7 @@ from specdec.policy import (
     Costs,
     FixedLength,
     MeasuredLength,
+    believed,
 )
 from specdec.proposer import Proposer
 from specdec.suffix import SuffixDrafter
@@ -385,7 +386,7 @@ class CompositeDrafter(Drafter):
         if self._is_lookup[number]:
 
             def go_on(confidence: float) -> bool:
-                heard.append(confidence)
+                heard.append(believed(confidence))
                 return True
 
         elif request.go_on is not None:

@@ -291,6 +291,11 @@ def doubt(confidence: float) -> float:
     return 1.0 - math.pow(confidence, 0.08)
 
 
+def believed(confidence: float) -> float:
+    """A drafter's confidence; none where it is no probability."""
+    return confidence if 0.0 <= confidence <= 1.0 else 0.0
+
+
 class FixedLength:
     """The same number of drafts in every round."""
 
@@ -440,7 +445,7 @@ class MeasuredLength(FixedLength):
         return self._go_on
 
     def _go_on(self, confidence: float) -> bool:
-        self._confidences.append(confidence if 0.0 <= confidence <= 1.0 else 0.0)
+        self._confidences.append(believed(confidence))
         done = len(self._confidences)
         chance, gain = self._chances(done)[-1], 0.0
         for count in range(done + 1, self._planned + 1):

@@ -202,6 +202,25 @@ def test_a_member_that_answers_wrongly_is_named() -> None:
         SpeculativeDecoder(target, [inner, target]).generate([1], max_new_tokens=9)
 
 
+@pytest.mark.parametrize("confidence", [-1.0, -1e-9, 1.5, float("nan"), float("inf")])
+def test_a_confidence_that_is_no_probability_is_none(confidence: float) -> None:
+    told: list[bool] = []
+
+    class Odd(Drafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            for request in requests:
+                if request.go_on is not None:
+                    told.append(request.go_on(confidence))
+            return [Draft([1]) for _ in requests]
+
+    target = TableBackend.random(4, seed=3)
+    draft: Any
+    for draft in (Odd(), [Odd()], [Odd(), target.sibling(0.3)]):
+        result = SpeculativeDecoder(target, draft).generate([1, 2], max_new_tokens=30)
+        assert [1, 2, *result.token_ids] == the_text(target)[:32]
+    assert told
+
+
 class Watched(Drafter):
     """Counts what is open; raises where it is told to."""
 
