@@ -120,7 +120,8 @@ class Speller:
         # Some put a space of their own before the text.
         for each in [text, text[1:]] if text.startswith(" ") else [text]:
             ids = [token for token in self._encode(each) if token not in self.steering]
-            if b"".join(map(self.spell, ids)) == spelling:
+            is_known = all(0 <= token < self._vocab.num_tokens for token in ids)
+            if is_known and b"".join(map(self.spell, ids)) == spelling:
                 return ids
         return None
 

@@ -354,6 +354,24 @@ def test_the_fewest_tokens_are_found_where_any_are(tokens: list[str], text: str)
     assert (max(best), best[max(best)]) == (count, len(ids))
 
 
+@given(
+    text=st.text("xy", min_size=1, max_size=6),
+    odd=st.integers(max_value=-1) | st.integers(min_value=4),
+    data=st.data(),
+)
+def test_an_encoder_that_gives_ids_past_the_table_is_not_believed(
+    text: str, odd: int, data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(text)))
+
+    def encode(text: str) -> list[int]:
+        ids = [b"xy".index(byte) for byte in text.encode()]
+        return [*ids[:place], odd, *ids[place:]]
+
+    speller = Speller(vocabulary(b"x", b"y", b"xy", b"", size=6, encode=encode))
+    assert speller.split(text.encode()) == speller.fewest(text.encode())
+
+
 def test_one_bos_is_enough() -> None:
     tokens = [b"<s>", b"a", b"b", b"ab"]
     target = model(tokens, bos_id=0)
