@@ -66,6 +66,8 @@ GREEDY: dict[str, dict[str, Any]] = {
     "max_length": {"max_length": 30},
     "no end": {"max_new_tokens": 40, "eos_token_id": None},
     "another end": {"max_new_tokens": 40, "eos_token_id": [7, 100, 259]},
+    "ends that can't come": {"max_new_tokens": 40, "eos_token_id": [-1, 5000, 100]},
+    "an end that can't come": {"max_new_tokens": 20, "eos_token_id": -1},
     "penalty": {"max_new_tokens": 40, "repetition_penalty": 1.3},
     "processors": {"max_new_tokens": 40, "no_repeat_ngram_size": 2, "min_new_tokens": 12},
     "bias first": {

@@ -157,8 +157,8 @@ class custom_generate:
         starts = _starts(input_ids, **model_kwargs)
         rows = [(input_ids[i], start) for i, start in enumerate(starts)]
         sampling = _sampling(logits_processor, bool(generation_config.do_sample), rows)
-        ends, limit, others = _sorted_out(stopping_criteria)
         decoder = self._decoder_for(model)
+        ends, limit, others = _sorted_out(stopping_criteria, decoder.target.vocab.size)
         most = limit - length if limit is not None else decoder.target.max_context
         options: BatchOptions = {"max_new_tokens": max(0, most), "stop_token_ids": ends}
         prompts = [row[start:].tolist() for row, start in rows]
@@ -330,7 +330,7 @@ def _processor(processors: LogitsProcessorList, padding: torch.Tensor) -> Proces
 
 
 def _sorted_out(
-    criteria: StoppingCriteriaList,
+    criteria: StoppingCriteriaList, num_ids: int
 ) -> tuple[list[int], int | None, StoppingCriteriaList]:
     """The ids that end a text, its most ids, and the criteria that aren't about these."""
     ends: set[int] = set()
@@ -338,7 +338,7 @@ def _sorted_out(
     others = StoppingCriteriaList()
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
-            ends.update(criterion.eos_token_id.tolist())
+            ends.update(i for i in criterion.eos_token_id.tolist() if 0 <= i < num_ids)
         elif type(criterion) is MaxLengthCriteria:
             limits.append(criterion.max_length)
         else:

@@ -42,7 +42,7 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
     generation = getattr(model, "generation_config", None)
     named = (getattr(thing, "eos_token_id", None) for thing in (generation, tokenizer))
     size = logits_width(model)
-    return frozenset(i for value in named for i in _ids(value) if i < size)
+    return frozenset(i for value in named for i in _ids(value) if 0 <= i < size)
 
 
 def _ids(value: int | Iterable[int] | None) -> Iterable[int]:
