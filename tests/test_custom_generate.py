@@ -117,6 +117,25 @@ def test_criteria_end_a_text_as_in_generate(model: Any, fast: Any, one: Any, sev
                 assert found.tolist() == expected.tolist()
 
 
+def test_stop_strings_are_given_as_a_criterion(
+    model: Any, fast: Any, tokenizer: Any, one: Any, several: Any
+) -> None:
+    plain = model.generate(**one, max_new_tokens=30, do_sample=False, eos_token_id=None)
+    length = one.input_ids.shape[1]
+    strings = [next(text for i in plain[0, length:] if (text := tokenizer.decode(i)).isalpha())]
+    criteria = [transformers.StopStringCriteria(tokenizer, strings)]
+    for inputs in (one, several):
+        options = {"max_new_tokens": 30, "do_sample": False}
+        expected = model.generate(
+            **inputs, stop_strings=strings, tokenizer=tokenizer, **options
+        ).tolist()
+        found = model.generate(
+            **inputs, stopping_criteria=criteria, custom_generate=fast, **options
+        ).tolist()
+        assert found == expected
+        assert inputs is several or strings[0] in tokenizer.decode(found[0][-1])
+
+
 class Heard(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         self.parts: list[list[int]] = []

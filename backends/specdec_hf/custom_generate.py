@@ -95,8 +95,10 @@ class custom_generate:
     Stopping criteria hear of every token that stands, with None for the scores. A text also ends
     where the model's context does.
 
-    transformers (5.24) keeps ``streamer`` and ``assistant_model`` from custom loops: give the
-    streamer here, and the assistant as ``draft``.
+    transformers (5.24) keeps ``streamer``, ``assistant_model`` and ``tokenizer`` from custom loops.
+    Give the streamer here: one that is given to ``generate`` gets the prompt and no more, not even
+    its ``end()``. Give the assistant as ``draft``, and instead of ``stop_strings`` a
+    ``StopStringCriteria(tokenizer, strings)`` among the ``stopping_criteria``.
 
     Args:
         draft: As for ``SpeculativeDecoder``: a backend, a ``Drafter``, ``"self"``, a list, or None.
