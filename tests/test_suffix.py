@@ -258,7 +258,13 @@ def test_bad_values_are_refused(options: dict[str, Any]) -> None:
 
 def test_memory_is_linear_and_a_loop_costs_no_more() -> None:
     rng = np.random.default_rng(0)
-    for text in ([7] * 4_000, rng.zipf(1.3, 4_000).clip(max=50_000).tolist()):
+    loop, left = [7] * 4_000, ([7] * 1_999 + [8]) * 2
+    for text in (
+        loop,
+        left,
+        rng.integers(0, 2, 4_000).tolist(),
+        rng.zipf(1.3, 4_000).clip(max=50_000).tolist(),
+    ):
         sizes = []
         for count in (2_000, 4_000):
             tracemalloc.start()
