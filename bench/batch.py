@@ -55,25 +55,26 @@ def main() -> None:
     rates: dict[tuple[str, str, int], list[float]] = {key: [] for key in decoders}
     texts: dict[tuple[str, str, int], list[list[int]]] = {}
     proposed = dict.fromkeys(decoders, 0.0)
+    pairs = [(name, size) for name in ("torch", "llama.cpp") for size in options.sizes]
     # The first call of each isn't counted: it calibrates, and fills what is allocated once.
     with Progress(console=Console(stderr=True)) as progress:
         for repeat in progress.track(range(-1, options.repeats), description="repeats"):
-            keys = list(decoders)
-            keys = keys[repeat % len(keys) :] + keys[: repeat % len(keys)]
-            for key in progress.track(keys, description="contestants"):
-                start = perf_counter()
-                results = decoders[key].generate_batch(
-                    prompts if repeat >= 0 else prompts[: key[2]],
-                    max_batch=key[2],
-                    max_new_tokens=options.max_new_tokens,
-                )
-                seconds = perf_counter() - start
-                if repeat >= 0:
-                    tokens = sum(len(result.token_ids) for result in results)
-                    rates[key].append(tokens / seconds)
-                    texts[key] = [result.token_ids for result in results]
-                    drafts = sum(result.stats.num_proposed_drafts for result in results)
-                    proposed[key] = drafts / sum(r.stats.target_forward_ct for r in results)
+            for name, size in progress.track(pairs, description="sizes"):
+                for mode in ("plain", "auto") if repeat % 2 else ("auto", "plain"):
+                    key = (name, mode, size)
+                    start = perf_counter()
+                    results = decoders[key].generate_batch(
+                        prompts if repeat >= 0 else prompts[:size],
+                        max_batch=size,
+                        max_new_tokens=options.max_new_tokens,
+                    )
+                    seconds = perf_counter() - start
+                    if repeat >= 0:
+                        tokens = sum(len(result.token_ids) for result in results)
+                        rates[key].append(tokens / seconds)
+                        texts[key] = [result.token_ids for result in results]
+                        drafts = sum(result.stats.num_proposed_drafts for result in results)
+                        proposed[key] = drafts / sum(r.stats.target_forward_ct for r in results)
     table = Table(
         *("target", "at once", "plain", "over 1", "with drafts", "over plain", "least"),
         *("drafts a forward", "texts that differ"),
