@@ -226,6 +226,7 @@ class Acceptance:
         self._positions = [[0.0, 0.0] for _ in range(max_draft_tokens)]  # tried, stood
         self._confidences = [[0.0, 0.0] for _ in range(len(CONFIDENCES) + 1)]
         self._failures = [0.0, 0.0]  # expected by confidence, and seen
+        self._known: dict[float, float] = {}  # chances by confidence, until something is entered
 
     @property
     def tally(self) -> tuple[float, float]:
@@ -255,11 +256,16 @@ class Acceptance:
 
     def of(self, confidence: float) -> float:
         """The chance of a draft to which the draft model gave this probability."""
+        known = self._known.get(confidence)
+        if known is not None:
+            return known
         tried, stood = self._confidences[bisect_left(CONFIDENCES, confidence)]
         expected, seen = self._failures
         fails = (seen + DOUBT_WEIGHT) / (expected + DOUBT_WEIGHT) * doubt(confidence)
         stands = max(0.0, 1.0 - fails)
-        return (stood + CONFIDENCE_WEIGHT * stands) / (tried + CONFIDENCE_WEIGHT)
+        chance = (stood + CONFIDENCE_WEIGHT * stands) / (tried + CONFIDENCE_WEIGHT)
+        self._known[confidence] = chance
+        return chance
 
     def expect(self, chance: float) -> None:
         """Enter a round whose first draft was given up, for so small was its chance."""
@@ -268,6 +274,7 @@ class Acceptance:
         self._positions[0][1] += chance
 
     def _age(self, num_tokens: int) -> None:
+        self._known.clear()
         keep = math.exp(-num_tokens / MEMORY)
         for pair in (*self._positions, *self._confidences, self._failures):
             pair[:] = [count * keep for count in pair]
