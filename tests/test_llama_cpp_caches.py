@@ -537,6 +537,26 @@ def test_growth_moves_the_recurrent_state_too(kind: str, load: Load) -> None:
             assert_same(rows, fresh_rows(backend, [*text, *new], 4))
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "falcon-h1"])
+def test_a_growth_that_fails_rewinds_nobody(
+    kind: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_args: object, **_options: object) -> None:
+        raise RuntimeFailure("no memory")
+
+    texts = [some_ids(200, 1), some_ids(200, 2)]
+    with load(kind) as backend:
+        caches = [fed(backend, text) for text in texts]
+        with monkeypatch.context() as patch:
+            patch.setattr(backend_module, "Context", no_memory)
+            with pytest.raises(RuntimeFailure, match="no memory"):
+                backend.forward([Span(caches[0], some_ids(300), 0)])
+        for cache, text in zip(caches, texts, strict=True):
+            rows = rows_after(backend, cache, [7])
+            assert cache.num_replayed == 0
+            assert_same(rows, fresh_rows(backend, [*text, 7], 1))
+
+
 @contextmanager
 def failing_decode(patch: pytest.MonkeyPatch, at: int, fault: BaseException | None) -> Any:
     """llama_decode does its work and then fails, at its ``at``-th call."""

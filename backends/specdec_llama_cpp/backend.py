@@ -221,8 +221,8 @@ class LlamaCppBackend:
             self._settle()
             former = [len(span.cache) for span in batch]
             sequences = [self._sequences[slot] for slot in slots]
+            context = self._with_room_for(model, sum(len(span.tokens) for span in batch))
             try:
-                context = self._with_room_for(model, sum(len(span.tokens) for span in batch))
                 self._torn = True  # until the lengths are right, whatever comes in between
                 if self._replays:
                     for slot, sequence, span in zip(slots, sequences, batch, strict=True):
