@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import (
+    CompositeDrafter,
     Draft,
     Drafter,
     DraftRequest,
@@ -143,15 +144,72 @@ def test_a_round_ends_with_the_first_id_that_wasnt_drafted() -> None:
     ]
 
 
+class Scorer(Drafter):
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft([r.sampler.guess(np.zeros((1, 8)), r.ids, []) or 0]) for r in requests]
+
+
+def test_a_text_is_closed_even_where_its_last_round_fails() -> None:
+    class Failing(Spy):
+        def commit(self, state: int, ids: Sequence[int]) -> None:
+            raise RuntimeFailure("commit")
+
+    spy = Failing()
+    draft = LlamaDraftModel(spy)
+    asked(draft, [1, 2])
+    with pytest.raises(RuntimeFailure, match="commit"):
+        draft.close()
+    draft.close()
+    assert spy.heard == [("open", [1, 2]), ("close", 1)]
+
+
+class Wild(Drafter):
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft([-1] if r.ids[-1] == 1 else [0] * (r.num_tokens + 1)) for r in requests]
+
+
+def test_drafts_are_checked() -> None:
+    draft = LlamaDraftModel(Wild(), num_draft_tokens=2)
+    with pytest.raises(ValueError, match=r"Wild proposed \[-1\]"):
+        asked(draft, [1])
+    with pytest.raises(ValueError, match="Wild proposed 3 tokens where at most 2 were asked for"):
+        asked(draft, [2])
+
+
+def test_a_few_new_ids_are_read_with_the_first_draft() -> None:
+    model = TableBackend.random(8, seed=2)
+    draft = LlamaDraftModel(model, num_draft_tokens=4)
+    asked(draft, [1, 2, 3] * 40)
+    before = model.forward_ct
+    asked(draft, [1, 2, 3] * 40 + [4, 5, 6, 7, 0, 1])
+    assert model.forward_ct == before + 4
+
+
+def test_lookups_by_name_and_several_drafters() -> None:
+    for lookup in ("lookup", "suffix"):
+        assert asked(LlamaDraftModel(lookup, num_draft_tokens=3), [1, 2, 3, 4, 1, 2]) == [3, 4, 1]
+    model = TableBackend.random(8, seed=2)
+    draft = LlamaDraftModel(["lookup", model], num_draft_tokens=3)
+    assert asked(draft, [1, 2, 3]) == greedy(model, [1, 2, 3], 3)
+    for _ in range(3):
+        assert decode(model, draft, [1, 2, 3] * 9, 40) == greedy(model, [1, 2, 3] * 9, 40)
+
+
 def test_what_it_refuses() -> None:
-    with pytest.raises(TypeError, match="draft must be a backend or a Drafter, not str"):
-        LlamaDraftModel("self")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="draft must be a backend or a Drafter, not int"):
+        LlamaDraftModel([Spy(), 4])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"no draft is called 'suffix\+self' here"):
+        LlamaDraftModel("suffix+self")
     with pytest.raises(ValueError, match="num_draft_tokens must be at least 1, not 0"):
         LlamaDraftModel(Spy(), num_draft_tokens=0)
     model = TableBackend.random(8)
-    wants_vocab = LlamaDraftModel(ModelDrafter(model, model.vocab))
+    scorer = ModelDrafter(model, model.vocab)
+    for each in (scorer, CompositeDrafter([Spy(), scorer])):
+        with pytest.raises(ValueError, match="give LlamaDraftModel the vocab= of the Llama"):
+            LlamaDraftModel(each)
+    late = LlamaDraftModel(Scorer())  # which nothing tells before it asks
     with pytest.raises(ValueError, match="give LlamaDraftModel the vocab= of the Llama"):
-        asked(wants_vocab, [1])
+        asked(late, [1])
     told = LlamaDraftModel(ModelDrafter(model, model.vocab), vocab=model.vocab)
     assert asked(told, [1]) == greedy(model, [1], 8)
 
