@@ -2,13 +2,17 @@
 
 import gc
 import tracemalloc
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Barrier, Event, Lock
+from time import sleep
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from specdec import ModelBackend, SpeculativeDecoder, backends
+from specdec.backend import Logits, Span
 from specdec.testing import TableBackend
 
 PROMPTS = [[n % 5 + 1, n % 3 + 1, 2] for n in range(8)]
@@ -27,13 +31,30 @@ def backend(request: pytest.FixtureRequest, tiny_llama: Any) -> ModelBackend:
     return backends.LlamaCppBackend(tiny_llama.gguf, n_threads=1)
 
 
-def test_threads_take_turns_on_one_decoder(backend: ModelBackend) -> None:
-    decoder = SpeculativeDecoder(backend, backend, num_draft_tokens=3)
-    expected = texts(SpeculativeDecoder(backend, keep_caches=0), PROMPTS)
+class OneAtATime(TableBackend):
+    """Says so where a second thread comes in."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inside = Lock()
+
+    @override
+    def forward(self, batch: Sequence[Span]) -> list[Logits]:
+        assert self.inside.acquire(blocking=False), "two threads in one backend"
+        try:
+            sleep(0.0005)
+            return super().forward(batch)
+        finally:
+            self.inside.release()
+
+
+def test_threads_take_turns_on_one_decoder() -> None:
+    target = OneAtATime(TableBackend.random(9, seed=3).table)
+    decoder = SpeculativeDecoder(target, target, num_draft_tokens=3)
+    expected = texts(SpeculativeDecoder(target, keep_caches=0), PROMPTS)
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            found = list(pool.map(lambda prompt: texts(decoder, [prompt])[0], PROMPTS))
-            assert found == expected
+        found = list(pool.map(lambda prompt: texts(decoder, [prompt])[0], PROMPTS))
+    assert found == expected
 
 
 def test_decoders_in_threads_share_a_backend(backend: ModelBackend) -> None:
