@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from specdec import SamplingParams, SpeculativeDecoder
+from specdec import ModelDrafter, SamplingParams, SpeculativeDecoder
 from specdec.backend import Cache, Logits, Span
 from specdec.errors import CropError, RuntimeFailure
 from specdec.reuse import KeptCaches
@@ -57,7 +57,7 @@ def test_nothing_that_was_kept_changes_a_token(
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_a_turn_of_a_chat_costs_what_is_new_in_it(num_draft_tokens: int) -> None:
     target = TableBackend.random(7, seed=4, max_context=2048)
-    draft = target.sibling(0.2)
+    draft = target.sibling(0.3)
     decoder = SpeculativeDecoder(target, draft, num_draft_tokens=num_draft_tokens)
     text = [1, 2, 3] * 100
     for turn in range(5):
@@ -284,6 +284,36 @@ def test_what_cant_be_cut_back_is_read_anew() -> None:
     kept.give(cache, [1, 2, 3, 4, 5])
     assert len(kept.take([1, 2, 3, 5])) == 0
     assert target.open_caches == 1
+
+
+class Interrupted(TableBackend):
+    """Fails at a crop after the first few."""
+
+    num_crops = 10**9
+
+    @override
+    def crop(self, cache: Cache, length: int) -> None:
+        self.num_crops -= 1
+        if self.num_crops < 0:
+            raise RuntimeFailure("interrupted")
+        super().crop(cache, length)
+
+
+def test_a_draft_that_was_not_told_what_stood_is_not_taken_for_the_text() -> None:
+    target = Interrupted(TableBackend.random(7, seed=4).table)
+    sampling, num_kept = SamplingParams(temperature=1, seed=1), []
+    for num_crops in range(12):
+        draft = TableBackend(target.table).sibling(0.4)
+        drafter = ModelDrafter(draft, target.vocab, keep_caches=1)
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=4)
+        target.num_crops = num_crops
+        with pytest.raises(RuntimeFailure, match="interrupted"):
+            decoder.generate([1, 2, 3], max_new_tokens=90, sampling=sampling)
+        kept: Any = list(drafter._kept._kept.values())
+        assert all(held == cache.ids for held, cache in kept)
+        assert draft.open_caches == len(kept)
+        num_kept.append(len(kept))
+    assert {*num_kept} == {0, 1}
 
 
 class Lazy(TableBackend):
