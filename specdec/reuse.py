@@ -2,12 +2,15 @@
 
 import weakref
 from collections.abc import Sequence
-from itertools import count, takewhile
+from itertools import compress, count
+from operator import ne
 
 from specdec.backend import Cache, Logits, ModelBackend, Span, crop_to
 from specdec.errors import CropError, RuntimeFailure
 
 __all__ = ["KeptCaches"]
+
+BLOCK = 512  # ids that are compared as a whole first, which is quicker than one by one
 
 
 class KeptCaches:
@@ -20,8 +23,8 @@ class KeptCaches:
     def __init__(self, backend: ModelBackend, limit: int) -> None:
         self.backend = backend
         self.limit = limit
-        self._kept: dict[int, tuple[list[int], Cache]] = {}  # by age
-        self._ages = count()
+        self._kept: dict[int, tuple[list[int], Cache]] = {}  # numbered as they came
+        self._numbers = count()
         self._end = weakref.finalize(self, close_all, self._kept)
         self._end.atexit = False
 
@@ -34,24 +37,26 @@ class KeptCaches:
         A cache is used again where that is half of it or half of ``ids``, or where it is the next
         to be dropped: else another conversation that begins alike would lose its own.
         """
-        kept = list(self._kept.items())
-        is_full = len(kept) == self.limit > 0
-        shared = [(common_prefix(held, ids[:-1]), -age, len(held)) for age, (held, _) in kept]
-        length, youth, num_held = max(shared, default=(0, 0, 0))
-        if length > 0:
-            age = -youth
-            is_oldest = age == kept[0][0]
-            if 2 * length >= min(num_held, len(ids) - 1) or (is_oldest and is_full):
-                cache = self._cropped(age, length)
-                if cache is not None:
-                    return cache
-        elif is_full:  # it would go anyway, and other texts in a runtime's memory cost time
-            self._drop(kept[0][0])
+        kept, known = list(self._kept.items()), ids[:-1]
+        oldest = kept[0][0] if len(kept) == self.limit > 0 else None  # which is the next to go
+        shared = {number: common_prefix(held, known) for number, (held, _) in kept}
+        usable = [
+            number
+            for number, (held, _) in kept
+            if 2 * shared[number] >= min(len(held), len(known)) or number == oldest
+        ]
+        number = max(usable, key=shared.__getitem__, default=None)  # of equal ones the oldest
+        if number is not None and shared[number] > 0:
+            cache = self._cropped(number, shared[number])
+            if cache is not None:
+                return cache
+        elif oldest is not None:  # other texts in a runtime's memory cost time
+            self._drop(oldest)
         return self.new_cache()
 
-    def _cropped(self, age: int, length: int) -> Cache | None:
+    def _cropped(self, number: int, length: int) -> Cache | None:
         """A kept cache, cut; None where it is gone or can't be cut, so that it is read anew."""
-        _, cache = self._kept.pop(age, (None, None))
+        _, cache = self._kept.pop(number, (None, None))
         if cache is None:
             return None
         try:
@@ -64,8 +69,8 @@ class KeptCaches:
             raise
         return cache
 
-    def _drop(self, age: int) -> None:
-        _, cache = self._kept.pop(age, (None, None))
+    def _drop(self, number: int) -> None:
+        _, cache = self._kept.pop(number, (None, None))
         if cache is not None:
             cache.close()
 
@@ -75,9 +80,9 @@ class KeptCaches:
         if not held or self.limit == 0 or not self._end.alive:
             cache.close()
             return
-        self._kept[next(self._ages)] = held, cache
-        for age in list(self._kept)[: -self.limit]:
-            self._drop(age)
+        self._kept[next(self._numbers)] = held, cache
+        for number in list(self._kept)[: -self.limit]:
+            self._drop(number)
 
     def new_cache(self) -> Cache:
         """The model's own; where there are too many, one of the room that is only kept."""
@@ -125,5 +130,7 @@ def close_all(kept: dict[int, tuple[list[int], Cache]]) -> None:
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many ids two texts have in common at their beginning."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in alike)
+    length = min(len(one), len(other))
+    blocks = range(0, length, BLOCK)
+    at = next((at for at in blocks if one[at : at + BLOCK] != other[at : at + BLOCK]), length)
+    return next(compress(count(at), map(ne, one[at:], other[at:])), length)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from specdec import ModelDrafter, SamplingParams, SpeculativeDecoder
 from specdec.backend import Cache, Logits, Span
 from specdec.errors import CropError, RuntimeFailure
-from specdec.reuse import KeptCaches
+from specdec.reuse import KeptCaches, common_prefix
 from specdec.testing import TableBackend
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -91,6 +91,29 @@ def test_conversations_that_begin_alike_keep_their_own() -> None:
     third = decoder.generate([0] * 10 + [4] * 50, max_new_tokens=1)  # takes the oldest
     assert third.stats.cached_tokens == 10
     assert target.open_caches == 2
+
+
+def test_what_is_alike_is_used_where_that_costs_the_other_little() -> None:
+    target = TableBackend.random(9, seed=4, max_context=512)
+    decoder = SpeculativeDecoder(target, keep_caches=3)
+    decoder.generate_batch([[0] * 10 + [1] * 90, [0] * 10 + [2] * 4], max_new_tokens=1)
+    third = decoder.generate([0] * 10 + [3] * 50, max_new_tokens=1)
+    assert third.stats.cached_tokens == 10
+    again = decoder.generate([0] * 10 + [1] * 91, max_new_tokens=1)
+    assert again.stats.cached_tokens == 100
+
+
+@given(
+    st.integers(0, 1100), TEXTS, TEXTS, st.sampled_from([list, tuple]), st.sampled_from([0, 512])
+)
+def test_the_common_beginning_of_two_texts(
+    length: int, one: list[int], other: list[int], kind: Any, more: int
+) -> None:
+    texts = [0] * length + one + [1] * more, [0] * length + other
+    unequal = (at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b)
+    expected = next(unequal, min(map(len, texts)))
+    assert common_prefix(*texts) == common_prefix(kind(texts[0]), texts[1]) == expected
+    assert common_prefix(texts[1], kind(texts[0])) == expected
 
 
 def test_a_stream_that_is_closed_early_leaves_its_cache_to_the_next() -> None:
