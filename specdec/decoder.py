@@ -1,5 +1,6 @@
 """The loop: draft, verify, commit, roll back."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -12,6 +13,7 @@ from specdec import calibration
 from specdec.backend import ModelBackend, Span, crop_to, num_replayed
 from specdec.composite import LOOKUPS, CompositeDrafter, Source, named_lookups
 from specdec.drafters import Draft, Drafter, named_draft
+from specdec.errors import BackendError
 from specdec.policy import Costs, FixedLength, MeasuredLength
 from specdec.prefill import CHUNK, CHUNK_BESIDE, OnPrefill
 from specdec.proposer import Proposer
@@ -470,16 +472,13 @@ class SpeculativeDecoder:
     def _turn(self) -> Iterator[None]:
         """The decoder is one thread's; and what streams that ended meanwhile have left is kept."""
         with self._lock:
+            self._keep_left()
             self._depth += 1
             try:
-                if self._depth == 1:
-                    while self._left:
-                        self._keep([self._left.popleft()])
                 yield
             finally:
                 self._depth -= 1
-        if self._left:  # in this turn
-            self._settle()
+        self._settle()  # what was left in this turn
 
     def _settle(self) -> None:
         """Keep what streams have left, if that is possible at once.
@@ -487,13 +486,30 @@ class SpeculativeDecoder:
         The garbage collector ends forgotten streams at any moment, in any thread, perhaps in the
         middle of a round or of a backend's own work: waiting would be a deadlock.
         """
-        if self._lock.acquire(blocking=False):
+        while self._left and self._depth == 0 and self._lock.acquire(blocking=False):
             try:
-                if self._depth == 0:
-                    with self._turn():
-                        pass
+                self._keep_left()
             finally:
                 self._lock.release()
+
+    def _keep_left(self) -> None:
+        """Unless in the middle of a turn; a fault isn't one of the call whose turn it is."""
+        if self._depth > 0:
+            return
+        self._depth += 1
+        try:
+            while self._left:
+                try:
+                    self._keep([self._left.popleft()])
+                except BackendError as error:
+                    warnings.warn(
+                        f"what a closed stream has left could not be kept: {error}; a text that "
+                        "goes on from it is read anew",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        finally:
+            self._depth -= 1
 
     def _keep(self, sequences: Sequence[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises

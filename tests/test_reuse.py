@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from specdec import ModelDrafter, SamplingParams, SpeculativeDecoder
+from specdec import Draft, Drafter, DraftRequest, ModelDrafter, SamplingParams, SpeculativeDecoder
 from specdec.backend import Cache, Logits, Span
+from specdec.decoder import TokenStream
 from specdec.errors import CropError, RuntimeFailure
 from specdec.reuse import KeptCaches, common_prefix
 from specdec.testing import TableBackend
@@ -191,6 +192,42 @@ def test_a_stream_that_ends_while_another_thread_decodes_waits_for_nobody() -> N
         with pytest.raises(RuntimeFailure, match="over"):
             other.result(20)
     assert decoder.generate(text, max_new_tokens=5).stats.cached_tokens == 3
+
+
+class Ending(Drafter):
+    """Ends other streams in the middle of a round, and fails where their texts begin with 1."""
+
+    ends: Sequence[TokenStream] = ()
+
+    @override
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        return prompt_ids[0]
+
+    @override
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        for stream in self.ends:
+            stream.close()
+        return [Draft(()) for _ in requests]
+
+    @override
+    def close(self, state: int) -> None:
+        if state == 1:
+            raise RuntimeFailure("the draft's memory is gone")
+
+
+def test_a_stream_that_cant_be_closed_ends_no_other_call() -> None:
+    target, drafter = TableBackend.random(7, seed=4), Ending()
+    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=2, keep_caches=9)
+    streams = [decoder.stream([first, 2, 3], max_new_tokens=30) for first in (1, 1, 2)]
+    for stream in streams:
+        next(stream)
+    expected = SpeculativeDecoder(target).generate([4, 5], max_new_tokens=9).token_ids
+    drafter.ends = streams
+    with pytest.warns(RuntimeWarning, match="could not be kept: the draft's memory is gone"):
+        assert decoder.generate([4, 5], max_new_tokens=9).token_ids == expected
+    assert decoder.generate([2, 2, 3], max_new_tokens=9).stats.cached_tokens == 2
+    decoder.clear()
+    assert target.open_caches == 0
 
 
 class HalfDone(TableBackend):
