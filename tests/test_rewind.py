@@ -33,7 +33,7 @@ class Reader:
         if kept:
             self.state = kept.state or ()
 
-    def fail(self, tokens: list[int]) -> None:
+    def fail(self) -> None:
         if self.rewind.wants():
             self.rewind.keep(self.state)
         self.state = (-1,)
@@ -59,10 +59,11 @@ def test_the_state_is_always_that_of_the_ids_read(
             assert reader.state == tuple(twin)
             assert reader.forwards[-1] <= max_unread + len(new)
         elif step == "crop":
-            reader.crop(min(number, len(twin)) if number % 2 else len(twin) - len(twin) % 7)
-            del twin[min(number, len(twin)) if number % 2 else len(twin) - len(twin) % 7 :]
+            length = min(number, len(twin)) if number % 2 else len(twin) - len(twin) % 7
+            reader.crop(length)
+            del twin[length:]
         elif step == "fail":
-            reader.fail([number])
+            reader.fail()
         else:
             reader.state = reader.rewind.restart().state or ()
         assert reader.rewind.ids == twin
