@@ -1,6 +1,7 @@
 """Which way a model's spans are run: decided by trying, not by the name of its class."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -55,30 +56,32 @@ def choose_engine(model: PreTrainedModel, limit: int, cache: str | None) -> Engi
     """
     if cache is not None and cache not in CACHES:
         raise ValueError(f"there is no cache {cache!r}: choose one of {', '.join(CACHES)}")
-    ways: list[tuple[str, Callable[[], Engine]]] = []
+    ways: list[tuple[str, bool, Callable[[], Engine]]] = []  # whether one is for recorded pasts
     faults = []
     if cache in (None, "packed"):
         reason = why_not_packed(model)
         if reason:
             faults.append(f"packed spans: {reason}")
         else:
-            ways.append(("packed spans", lambda: PackedEngine(model, limit)))
+            ways.append(("packed spans", False, lambda: PackedEngine(model, limit)))
     if cache != "packed":
         make = cache_maker(model, cache or "dynamic", limit)
+        native = partial(NativeEngine, model, make)
         ways += [
-            ("one by one", lambda: NativeEngine(model, make)),
-            ("without its recorded past", lambda: NativeEngine(model, make, records=False)),
-            ("in single steps", lambda: NativeEngine(model, make, records=False, in_steps=True)),
+            ("one by one", False, native),
+            ("without its recorded past", True, partial(native, records=False)),
+            ("in single steps", False, partial(native, records=False, in_steps=True)),
         ]
     cause: Exception | None = None
     engine: Engine | None = None
-    probe = _Probe(model, limit) if ways else None
-    for way, new_engine in ways:
-        if way.startswith("without") and engine and engine.rollback != "recorded past":
+    probe: _Probe | None = None
+    for way, is_for_recorded, new_engine in ways:
+        if is_for_recorded and engine and engine.rollback != "recorded past":
             continue
+        probe = probe or _Probe(model, limit)
         engine = new_engine()
         try:
-            if probe is None or probe.passes(engine):
+            if probe.passes(engine):
                 return engine
             faults.append(f"{way}: after a rollback its rows aren't those of a fresh start")
         except Exception as error:
