@@ -15,8 +15,9 @@ from specdec.composite import LOOKUPS, CompositeDrafter, Source, named_lookups
 from specdec.drafters import Draft, Drafter, named_draft
 from specdec.errors import BackendError
 from specdec.policy import Costs, FixedLength, MeasuredLength
-from specdec.prefill import CHUNK, CHUNK_BESIDE, OnPrefill
+from specdec.prefill import OnPrefill
 from specdec.proposer import Proposer
+from specdec.reading import PromptReader
 from specdec.request import (
     BatchItem,
     BatchOptions,
@@ -168,7 +169,9 @@ class SpeculativeDecoder:
                 may_stop=verification != "block",
                 may_choose=verification == "coupled",
             )
-        self._progress = progress
+        self._reader = PromptReader(
+            self._kept.forward, self._proposer, clock, progress, alone=strict
+        )
         self._clock = clock
         self._lock = RLock()
         self._depth = 0  # how often the thread whose turn it is has entered
@@ -354,7 +357,7 @@ class SpeculativeDecoder:
             self._open(request)
             try:
                 while not request.ready:
-                    self._read([request], CHUNK, 1)
+                    self._read([request], 1)
                 self._calibrate(request, seconds, widths)
             finally:
                 self._close([request])
@@ -398,8 +401,7 @@ class SpeculativeDecoder:
                             active.append(sequence)
                     reading = [s for s in active if not s.ready]
                     if reading:
-                        room = CHUNK if reading == active else CHUNK_BESIDE
-                        self._read(reading, room, len(active))
+                        self._read(reading, len(active))
                     if decoding := [s for s in active if s.ready]:
                         self._round(decoding)
                     finished = [s for s in active if s.output.finish_reason]
@@ -428,45 +430,13 @@ class SpeculativeDecoder:
             undo.pop_all()
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _read(self, reading: Sequence[Request], room: int, num_sequences: int) -> None:
-        """Read on in prompts, at most ``room`` ids, in one forward.
-
-        All but the last id of each is read, so that the first round is like every other.
-        """
-        if self._strict is not None:  # exactly as plain decoding reads it
-            reading, room = reading[:1], CHUNK
-        batch: list[tuple[Request, Span]] = []
-        left = room
-        for sequence in reading:
-            start = len(sequence.cache)
-            chunk = sequence.ids[start : min(start + left, len(sequence.ids) - 1)]
-            left -= len(chunk)
-            if chunk:
-                batch.append((sequence, Span(sequence.cache, chunk, 0)))
-        if batch:
-            started = self._clock()
-            replayed = [num_replayed(sequence.cache) for sequence, _ in batch]
-            self._kept.forward([span for _, span in batch])
-            seconds = self._clock() - started
-            for (sequence, span), before in zip(batch, replayed, strict=True):
-                stats, share = sequence.stats, len(span.tokens) / (room - left)
-                stats.prefill_seconds += share * seconds
-                stats.replayed_ct += num_replayed(sequence.cache) - before
-                if self._progress is not None:
-                    cached, read = stats.cached_tokens, len(sequence.cache)
-                    self._progress(read - cached, len(sequence.ids) - 1 - cached)
-        for sequence in reading:
-            if len(sequence.cache) == len(sequence.ids) - 1:
-                sequence.ready = self._drafter_is_ready(sequence, num_sequences, room)
-                if sequence.ready:
-                    sequence.exact = len(sequence.cache)
-                    if self._is_worth_calibrating(sequence):
-                        self._calibrate(sequence)
-
-    def _drafter_is_ready(self, sequence: Request, num_sequences: int, room: int) -> bool:
-        if self._proposer is None or sequence.drafter is None:
-            return True
-        return self._proposer.read_on(sequence, self._limit(sequence), num_sequences, room)
+    def _read(self, reading: Sequence[Request], num_sequences: int) -> None:
+        """Read on in prompts; what is measured once is measured behind the first."""
+        limits = [self._limit(sequence) for sequence in reading]
+        for sequence in self._reader.read(reading, limits, num_sequences):
+            sequence.exact = len(sequence.cache)
+            if self._is_worth_calibrating(sequence):
+                self._calibrate(sequence)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

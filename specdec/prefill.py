@@ -5,13 +5,12 @@ from typing import TypeAlias
 
 from specdec.backend import Cache, Logits, Span
 
-__all__ = ["CHUNK", "CHUNK_BESIDE", "Forward", "OnPrefill", "prefill"]
+__all__ = ["CHUNK", "Forward", "OnPrefill", "prefill"]
 
 Forward: TypeAlias = Callable[[Sequence[Span]], list[Logits]]
 OnPrefill: TypeAlias = Callable[[int, int], None]
 
 CHUNK = 512  # ids per forward: bounds the memory of activations, and wide enough to be quick
-CHUNK_BESIDE = 128  # where others wait for their next token
 
 
 def prefill(

@@ -78,7 +78,7 @@ def alone(decoder: SpeculativeDecoder, item: BatchItem) -> GenerationResult:
 def small_chunks(request: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(
-            ("decoder.CHUNK", "decoder.CHUNK_BESIDE", "proposer.READ_TOKENS"),
+            ("reading.CHUNK", "reading.BESIDE", "proposer.READ_TOKENS"),
             request.param,
             strict=True,
         ):
