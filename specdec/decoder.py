@@ -26,7 +26,7 @@ from specdec.request import (
     Request,
     Verification,
     at_least,
-    failed_result,
+    failed_request,
     new_request,
 )
 from specdec.reuse import KeptCaches
@@ -98,7 +98,8 @@ class SpeculativeDecoder:
             the papers' rules (see ``specdec.rejection``); their texts follow the same law, but
             depend on the draft. Greedy decoding is the same for all.
         strict: Where rounding in forwards over several tokens could change a choice, let a forward
-            over one token make it, as plain decoding does. For low precision; costs time.
+            over one token make it, as plain decoding does. For low precision; costs time. Batches
+            are decoded one by one, since neighbours change the rounding too.
         keep_caches: Of how many of the latest texts to keep the caches, in each model. One serves
             one conversation; 0 starts every text afresh, also in how it rounds, as ``strict`` does.
         progress: Called with ``(done, total)`` ids while the target reads a prompt.
@@ -215,7 +216,8 @@ class SpeculativeDecoder:
     ) -> list[GenerationResult]:
         """Continue several prompts together; each result is what ``generate`` gives it alone.
 
-        One whose processor raises ends with that error in its result; the others go on.
+        One whose processor raises, or whose rows hold a NaN, ends with that error in its result;
+        the others go on.
 
         Args:
             prompts: The prompts, or ``BatchItem`` for one with options of its own; results come in
@@ -224,7 +226,7 @@ class SpeculativeDecoder:
             sampling: How to choose tokens: for all prompts, or one for each.
             **options: See ``BatchOptions``.
 
-        Raises as ``generate`` does, before any work.
+        Raises as ``generate`` does: for a bad prompt or option before any work.
         """
         at_least(1, max_batch=max_batch)
         items = list(as_items(prompts))
@@ -249,8 +251,9 @@ class SpeculativeDecoder:
     ) -> Generator[tuple[int, GenerationResult], None, None]:
         """Continue prompts together, however many, and yield each result when it is done.
 
-        Prompts are taken from ``prompts`` as there is room for them. One that can't be decoded is
-        a result too, with ``finish_reason="error"`` and the ``error``; the others go on.
+        Prompts are taken from ``prompts`` as there is room for them; the others wait meanwhile, and
+        what it raises ends them all. One that can't be decoded is a result too, with
+        ``finish_reason="error"`` and the ``error``; the others go on.
 
         Args:
             prompts: The prompts, or ``BatchItem`` for one with options of its own.
@@ -268,26 +271,21 @@ class SpeculativeDecoder:
         items = as_items(prompts)
         self._request([0], **options)  # is wrong, if at all, before any work
         numbers: dict[Request, int] = {}
-        failed: list[tuple[int, GenerationResult]] = []
 
         def requests() -> Iterator[Request]:
             for number, item in enumerate(items):
                 try:
                     request = self._request(item.prompt, **item.over(**options))
                 except Exception as error:
-                    failed.append((number, failed_result(error)))
-                else:
-                    numbers[request] = number
-                    yield request
+                    request = failed_request(self.target.vocab, error)
+                numbers[request] = number
+                yield request
 
         def results() -> Generator[tuple[int, GenerationResult], None, None]:
             with closing(self._rounds(requests(), max_batch)) as rounds:
                 for finished in rounds:
-                    while failed:
-                        yield failed.pop(0)
                     for request in finished:
                         yield numbers.pop(request), request.result()
-            yield from failed
 
         return results()
 
@@ -354,8 +352,8 @@ class SpeculativeDecoder:
             at_least(1, widths=width)
         request = self._request(prompt)
         with self._turn():
-            self._open(request)
             try:
+                self._open(request)
                 while not request.ready:
                     self._read([request], 1)
                 self._calibrate(request, seconds, widths)
@@ -390,6 +388,8 @@ class SpeculativeDecoder:
 
         Prompts are read in chunks, between the rounds of those that have been read.
         """
+        if self._strict is not None:
+            max_batch = 1  # neighbours move the rounding, of llama.cpp's memory for one
         waiting = iter(sequences)
         active: list[Request] = []
         try:
@@ -397,16 +397,16 @@ class SpeculativeDecoder:
                 with self._turn():
                     for sequence in joining[len(active) :]:
                         if sequence.output.finish_reason is None:
-                            self._open(sequence)
                             active.append(sequence)
+                            self._open(sequence)
                     reading = [s for s in active if not s.ready]
-                    if reading:
-                        self._read(reading, len(active))
+                    for sequence in self._read(reading, len(active)):
+                        if self._is_worth_calibrating(sequence):
+                            self._calibrate(sequence)
                     if decoding := [s for s in active if s.ready]:
                         self._round(decoding)
-                    finished = [s for s in active if s.output.finish_reason]
+                    self._keep([s for s in active if s.output.finish_reason])
                     active = [s for s in active if s.output.finish_reason is None]
-                    self._keep(finished)
                 yield [s for s in joining if s.output.finish_reason]
         except GeneratorExit:  # between rounds, so the caches are as they should be
             self._left.extend(active)
@@ -421,22 +421,21 @@ class SpeculativeDecoder:
         started = self._clock()
         if self._strict is not None:
             self._strict.learn(sequence.ids)
-        with ExitStack() as undo:
-            sequence.cache = self._kept.take(sequence.ids)
-            undo.callback(sequence.cache.close)
-            sequence.stats.cached_tokens = len(sequence.cache)
-            if sequence.drafter is not None:
-                sequence.draft_state = sequence.drafter.open(sequence.ids)
-            undo.pop_all()
+        sequence.cache = self._kept.take(sequence.ids)
+        sequence.opened.callback(sequence.cache.close)
+        sequence.stats.cached_tokens = len(sequence.cache)
+        if sequence.drafter is not None:
+            sequence.draft_state = sequence.drafter.open(sequence.ids)
+            sequence.opened.callback(sequence.drafter.close, sequence.draft_state)
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _read(self, reading: Sequence[Request], num_sequences: int) -> None:
-        """Read on in prompts; what is measured once is measured behind the first."""
+    def _read(self, reading: Sequence[Request], num_sequences: int) -> list[Request]:
+        """Read on in prompts; those that have become ready for rounds."""
         limits = [self._limit(sequence) for sequence in reading]
-        for sequence in self._reader.read(reading, limits, num_sequences):
+        ready = self._reader.read(reading, limits, num_sequences)
+        for sequence in ready:
             sequence.exact = len(sequence.cache)
-            if self._is_worth_calibrating(sequence):
-                self._calibrate(sequence)
+        return ready
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -484,10 +483,11 @@ class SpeculativeDecoder:
     def _keep(self, sequences: Sequence[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
             for sequence in reversed(sequences):
-                if sequence.error is None:
-                    stack.callback(self._kept.give, sequence.cache, sequence.ids)
-                else:  # which may be in the cache too, as a NaN is
-                    stack.callback(sequence.cache.close)
+                if sequence.error is not None:  # it may be in the cache too, as a NaN is
+                    stack.callback(sequence.opened.close)
+                    continue
+                sequence.opened.pop_all()
+                stack.callback(self._kept.give, sequence.cache, sequence.ids)
                 if sequence.drafter is not None:
                     stack.callback(sequence.drafter.close, sequence.draft_state)
 
@@ -496,9 +496,7 @@ class SpeculativeDecoder:
             return
         with self._turn(), ExitStack() as stack:
             for sequence in sequences:
-                stack.callback(sequence.cache.close)
-                if sequence.drafter is not None:
-                    stack.callback(sequence.drafter.close, sequence.draft_state)
+                stack.callback(sequence.opened.close)
 
     def clear(self) -> None:
         """Give back the caches that are kept of earlier texts."""
@@ -526,7 +524,7 @@ class SpeculativeDecoder:
         if self._strict is not None:
             drafts, rows = self._strict.decide(active, drafts, rows)
         verdicts = [
-            sequence.verdict(draft.token_ids, logits)
+            sequence.judge(draft.token_ids, logits)
             for sequence, draft, logits in zip(active, drafts, rows, strict=True)
         ]
         verified = self._clock()

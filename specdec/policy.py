@@ -10,7 +10,7 @@ import operator
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from statistics import median
 from typing import Any
 
@@ -195,8 +195,8 @@ class Costs:
 
 
 def rounded(width: int) -> int:
-    """Wide forwards are told apart by an eighth of their width."""
-    return width >> (shift := max(0, width.bit_length() - 4)) << shift
+    """Wide forwards are told apart by a sixteenth of their width."""
+    return width >> (shift := max(0, width.bit_length() - 5)) << shift
 
 
 def positive(seconds: float) -> float:
@@ -396,25 +396,20 @@ class MeasuredLength(FixedLength):
         the common number as are worth their places in the target's forward.
         """
         costs, number = policies[0].costs, len(policies)
-        horizons = [min(limit + 1, MEMORY) for limit in limits]  # that catching up is good for
-        most = max(
-            min(limit, p.num_draft_tokens) for p, limit in zip(policies, limits, strict=True)
-        )
+        most = min(max(limits), policies[0].num_draft_tokens)
         seconds = costs.rounds(most, num_sequences)
         tallies = [policy.acceptance.tally for policy in policies]
         tried, stood = map(sum, zip(*tallies, strict=True))
         chances = []
         for policy, limit, lag, own in zip(policies, limits, lags, tallies, strict=True):
             policy._rates = policy.acceptance.by_position((tried - own[0], stood - own[1]))
-            extra = lag * costs.read * num_sequences  # the others wait, or read likewise
-            chances.append(policy._start(min(limit, most), seconds, extra, num_sequences))
+            policy._seconds, policy._confidences, policy._given_up = seconds, [], 0
+            policy._num_sequences = num_sequences
+            policy._extra = lag * costs.read * num_sequences  # the others wait, or read likewise
+            chances.append(list(accumulate(policy._rates[: min(limit, most)], operator.mul)))
+        horizons = [min(limit + 1, MEMORY) for limit in limits]  # that catching up is good for
         extra = sum(policy._extra for policy in policies)
-        planned, rate, tokens = 0, 1 / seconds[0], 1.0
-        for count in range(1, most + 1):
-            tokens += sum(mine[count - 1] for mine in chances if len(mine) >= count) / number
-            promised = 1 / (seconds[count] / tokens + extra / sum(horizons))
-            if promised > (rate if planned else WORTH * rate):
-                planned, rate = count, promised
+        planned, rate = common_length(seconds, chances, extra / sum(horizons))
         for policy, mine in zip(policies, chances, strict=True):
             if len(mine) == policy.num_draft_tokens:  # near the end even a good draft may not pay
                 policy._pays = planned > 0
@@ -431,20 +426,10 @@ class MeasuredLength(FixedLength):
         for policy, mine, horizon in zip(policies, chances, horizons, strict=True):
             policy._rate, policy._probing = rate, probing
             policy._planned = min(planned, len(mine))
-            if number > 1 and policy._planned and not probing:
-                worth = accumulate(chance - rate * checking / planned for chance in mine[:planned])
-                gain, best = max((gain, -count) for count, gain in enumerate(worth, 1))
-                reading = rate * policy._extra / horizon * (1 + sum(mine[:-best]))
-                policy._planned = -best if gain > reading else 0
+            if number > 1 and planned and not probing:
+                reading = rate * policy._extra / horizon
+                policy._planned = worth_checking(mine[:planned], rate * checking / planned, reading)
         return [policy._planned for policy in policies]
-
-    def _start(
-        self, limit: int, seconds: list[float], extra: float, num_sequences: int
-    ) -> list[float]:
-        """Begin a round; for each draft the chance to stand with all before it."""
-        self._seconds, self._confidences, self._extra = seconds, [], extra
-        self._given_up, self._num_sequences = 0, num_sequences
-        return list(accumulate(self._rates[:limit], operator.mul))
 
     @property
     def go_on(self) -> Callable[[float], bool]:
@@ -519,6 +504,42 @@ class MeasuredLength(FixedLength):
             f"drafting doesn't pay: {cost} {shares[cost]:.2f} of a plain step, and about "
             f"{self.acceptance.by_position()[0]:.0%} of the drafts stand where {needed}"
         )
+
+
+def common_length(
+    seconds: Sequence[float], chances: Sequence[Sequence[float]], reading: float
+) -> tuple[int, float]:
+    """How many drafts promise sequences that draft alike the most, and how much that is.
+
+    Args:
+        seconds: Of a round, by its drafts.
+        chances: Of each sequence's drafts to stand with all before them.
+        reading: Seconds per token that drafting costs beside the rounds.
+
+    Returns:
+        The number, 0 if plain decoding is about as good, and each sequence's tokens per second.
+    """
+    stood = [sum(each) / len(chances) for each in zip_longest(*chances, fillvalue=0.0)]
+    tokens = accumulate(stood, initial=1.0)
+    rates = [
+        1 / (taken / brought + (reading if count else 0.0))
+        for count, (taken, brought) in enumerate(zip(seconds, tokens, strict=True))
+    ]
+    best = max(range(len(rates)), key=rates.__getitem__)
+    return (best, rates[best]) if rates[best] > WORTH * rates[0] else (0, rates[0])
+
+
+def worth_checking(chances: Sequence[float], price: float, reading: float) -> int:
+    """How many of a sequence's drafts are worth their places in the target's forward.
+
+    Args:
+        chances: Of each to stand with all before it.
+        price: Of a place, in tokens.
+        reading: Tokens that are lost per token that drafting brings, for what has to be read first.
+    """
+    gains = [0.0, *accumulate(chance - price for chance in chances)]
+    best = max(range(len(gains)), key=gains.__getitem__)
+    return best if gains[best] > reading * (1 + sum(chances[:best])) else 0
 
 
 def best_length(seconds: Sequence[float], acceptance: float) -> tuple[int, float]:

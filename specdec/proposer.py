@@ -99,6 +99,9 @@ class Proposer:
         lag = self.drafter.lag(sequence.draft_state, sequence.ids)
         if lag < READ_TOKENS or sequence.policy.wanted(limit, lag, num_sequences) == 0:
             return True
+        if 0 < lag * self._costs.read <= self._costs.verify(num_sequences):  # as of a lookup
+            room = max(room, lag + 1)
+        # A model reads one id more than it lags behind.
         ids = sequence.ids[: len(sequence.ids) - max(0, lag + 1 - room)]
         sequence.stats.prefill_seconds += self.read(sequence.draft_state, ids, min(lag, room))
         left = self.drafter.lag(sequence.draft_state, sequence.ids)

@@ -159,7 +159,7 @@ class RatioSampler(Sampler):
         self._guesses: dict[int, tuple[int, Rows]] = {}  # by place: the guess, and where from
 
     @override
-    def guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
+    def _guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
         """Draw from the draft's own distribution, with noise of this round's own."""
         (q,) = self._probabilities(logits, ids, drafts)
         if np.isnan(q).any():

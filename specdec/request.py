@@ -1,7 +1,8 @@
 """What is asked of a generation, checked; its state in the loop; and what comes out."""
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
@@ -23,7 +24,7 @@ __all__ = [
     "Request",
     "Verification",
     "at_least",
-    "failed_result",
+    "failed_request",
     "new_request",
 ]
 
@@ -58,6 +59,7 @@ class GenerateOptions(BatchOptions, total=False):
     sampling: SamplingParams | None
 
 
+@dataclass(init=False, slots=True)
 class BatchItem:
     """A prompt of a batch with options of its own, which come before those of the call.
 
@@ -65,6 +67,9 @@ class BatchItem:
         prompt: Text, ids, or chat messages.
         **options: See ``GenerateOptions``.
     """
+
+    prompt: Prompt
+    options: GenerateOptions
 
     def __init__(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> None:
         self.prompt = prompt
@@ -110,13 +115,14 @@ class Request:
     num_logprobs: int | None
     drafter: Drafter | None = None  # None: decode it plainly, for the reason in the statistics
     policy: FixedLength = field(default_factory=lambda: FixedLength(0))
-    ready: bool = False  # for rounds: its prompt has been read
+    ready: bool = False  # for rounds: its prompt has been read, by the drafter too
     error: Exception | None = None  # raised by its own processor, say
     exact: int = 0  # tokens of the cache that plain decoding would have written alike
     cache: Cache = field(init=False)
     draft_state: Any = None
+    opened: ExitStack = field(default_factory=ExitStack)  # closes what was opened for it
 
-    def verdict(self, draft_tokens: Sequence[int], logits: Logits) -> tuple[list[int], int]:
+    def judge(self, draft_tokens: Sequence[int], logits: Logits) -> tuple[list[int], int]:
         """The tokens that a round brings, and how many of them are drafts.
 
         None where that raises: the sequence ends so, and its neighbours go on.
@@ -126,10 +132,11 @@ class Request:
         except Exception as error:
             self.error = error
             self.output.finish("error")
+            self.output.finish_reason = "error"  # whatever stop its last character makes
             return [], 0
 
     def raise_error(self) -> None:
-        """What ended it, if anything did."""
+        """Raise what ended it, if anything did, and forget it."""
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -163,9 +170,13 @@ class Request:
         )
 
 
-def failed_result(error: Exception) -> GenerationResult:
-    """What comes of a prompt that can't be decoded."""
-    return GenerationResult("", [], "error", Stats(), error=error)
+def failed_request(vocab: Vocabulary, error: Exception) -> Request:
+    """What a prompt that can't be decoded becomes: it has ended, with that error."""
+    output = Output(vocab, 0, stop=(), stop_token_ids=())
+    output.finish_reason = "error"
+    request = Request([], output, Stats(), Sampler(SamplingParams(), vocab, 0), None)
+    request.error = error
+    return request
 
 
 def new_request(
@@ -199,7 +210,9 @@ def new_request(
         options = ", ".join(sorted(GenerateOptions.__optional_keys__))
         raise TypeError(f"there is no option {next(iter(unknown))!r}; there are {options}")
     at_least(0, max_new_tokens=max_new_tokens)
-    if not isinstance(stop, Collection) or not isinstance(stop_token_ids, Collection):
+    if not all(
+        isinstance(x, Collection) and not isinstance(x, Mapping) for x in (stop, stop_token_ids)
+    ):
         raise TypeError(
             "stop is a text or a list of texts and stop_token_ids a list of ids, not "
             f"{type(stop).__name__} and {type(stop_token_ids).__name__}"

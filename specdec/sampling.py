@@ -210,9 +210,12 @@ class Sampler:
         proposed, or dropped for a reason that doesn't depend on it.
         """
         try:
-            (token,), (score,) = pick(self.scores(logits, ids, drafts))
+            return self._guess(logits, ids, drafts)
         except Exception:  # where the target gets there, it is raised
             return None
+
+    def _guess(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int]) -> int | None:
+        (token,), (score,) = pick(self.scores(logits, ids, drafts))
         return token if score > -math.inf else None
 
     def forget(self) -> None:
@@ -222,24 +225,13 @@ class Sampler:
         self, draft_tokens: Sequence[int], logits: Logits, ids: Sequence[int]
     ) -> tuple[list[int], int]:
         """Which drafts stand, by the target's rows ``(K + 1, width)``; as ``verify_drafts``."""
-        try:
-            return verify_drafts(draft_tokens, self.scores(logits, ids, draft_tokens))
-        except Exception:
-            if not draft_tokens:
-                raise
-        # Plain decoding may never come to the text that raised, and puts out what is before it.
-        tokens: list[int] = []
-        for place in range(len(draft_tokens) + 1):
+        for count in range(len(draft_tokens), 0, -1):
+            drafts = draft_tokens[:count]
             try:
-                (token,), _ = self.verify([], logits[place : place + 1], [*ids, *tokens])
-            except Exception:
-                if not tokens:
-                    raise
-                break
-            tokens.append(token)
-            if [token] != list(draft_tokens[place : place + 1]):
-                return tokens, place
-        return tokens, len(tokens)
+                return verify_drafts(drafts, self.scores(logits[: count + 1], ids, drafts))
+            except Exception:  # plain decoding puts out what is before that, or never comes to it
+                continue
+        return verify_drafts((), self.scores(logits[:1], ids, ()))
 
     def adjusted(self, logits: Logits, ids: Sequence[int], drafts: Sequence[int] = ()) -> Logits:
         """The model's rows after bias, penalties, minimum length and processors."""

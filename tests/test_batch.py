@@ -1,6 +1,8 @@
 """Many sequences at once: each as if it were alone, whatever becomes of its neighbours."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from specdec import (
     Span,
     SpeculativeDecoder,
 )
-from specdec.testing import TableBackend
+from specdec.testing import TableBackend, VirtualClock
 
 SIZE = 7
 
@@ -151,7 +153,8 @@ class Watched(TableBackend):
 def test_a_long_prompt_is_read_between_the_rounds_of_the_others() -> None:
     base = TableBackend.random(9, seed=5)
     target, draft = Watched(base.table), Watched(base.sibling(0.3).table)
-    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3)
+    target.clock = draft.clock = clock = VirtualClock()
+    decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, clock=clock)
     results = list(
         decoder.as_completed(
             [
@@ -178,9 +181,14 @@ def test_several_short_prompts_are_read_in_one_forward() -> None:
     assert target.log[2] == [(82, 0), (99, 0), (99, 0)]
 
 
-def test_one_that_raises_ends_alone() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"verification": "rejection"}, {"verification": "block"}, {"strict": True}],
+    ids=str,
+)
+def test_one_that_raises_ends_alone(kind: dict[str, Any]) -> None:
     target = TableBackend.random(6, seed=3)
-    decoder = SpeculativeDecoder(target, target.sibling(0.3), num_draft_tokens=3)
+    decoder = SpeculativeDecoder(target, target.sibling(0.3), num_draft_tokens=3, **kind)
     params = SamplingParams(processors=(Refusing(4),))
     items = [BatchItem([n % 4], max_new_tokens=20) for n in range(8)]
     expected = decoder.generate_batch(items)
@@ -195,6 +203,26 @@ def test_one_that_raises_ends_alone() -> None:
     with pytest.raises(ValueError, match="no text with 4"):
         decoder.generate([3], max_new_tokens=20, sampling=params)
     assert whole_text(decoder.generate([3], max_new_tokens=20)) == whole_text(expected[3])
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_one_that_raises_while_drafts_are_drawn_ends_alone(verification: Any) -> None:
+    target = TableBackend.random(6, seed=3)
+    decoder = SpeculativeDecoder(
+        target, target.sibling(0.3), num_draft_tokens=3, verification=verification
+    )
+    items = [
+        BatchItem([n % 4], max_new_tokens=20, sampling=SamplingParams(temperature=1, seed=n))
+        for n in range(8)
+    ]
+    expected = decoder.generate_batch(items)
+    items[2].options["sampling"] = SamplingParams(
+        temperature=1, seed=2, processors=(Refusing(expected[2].token_ids[5]),)
+    )
+    results = decoder.generate_batch(items)
+    assert [n for n in range(8) if results[n].finish_reason == "error"] == [2]
+    for number in {*range(8)} - {2}:
+        assert whole_text(results[number]) == whole_text(expected[number])
 
 
 @given(seed=st.integers(0, 99), token=st.integers(0, 5), num_draft_tokens=st.integers(1, 5))
@@ -256,18 +284,82 @@ def test_prompts_are_taken_as_there_is_room() -> None:
         prompts(), max_batch=3, max_new_tokens=5
     )
     assert taken == 0
-    for count in range(1, 12):
+    for number in range(1, 12):
         next(results)
-        assert taken <= count + 5
+        assert taken <= number + 5
     results.close()
     assert target.open_caches == 0
+
+
+def test_bad_prompts_come_out_one_by_one() -> None:
+    decoder = SpeculativeDecoder(TableBackend.random(6))
+    endless = decoder.as_completed([] for _ in count())
+    assert [next(endless)[0] for _ in range(20)] == list(range(20))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_whatever_line_is_interrupted_no_cache_stays_open(num_draft_tokens: int) -> None:
+    """By a clock that raises: it is asked between all steps."""
+    target = TableBackend.random(6, seed=3)
+    for stop in range(60):
+
+        def clock(ticks: Iterator[int] = iter(range(stop))) -> float:  # noqa: B008
+            try:
+                return float(next(ticks))
+            except StopIteration:
+                raise KeyboardInterrupt from None
+
+        decoder = SpeculativeDecoder(
+            target, target.sibling(0.3), num_draft_tokens=num_draft_tokens, clock=clock
+        )
+        with suppress(KeyboardInterrupt):
+            decoder.generate_batch([[1, 2], [3], [4, 5, 1]], max_new_tokens=6, max_batch=2)
+        decoder.clear()
+        assert target.open_caches == 0
+
+
+def test_times_and_progress_of_prompts_that_are_read_together() -> None:
+    clock = VirtualClock()
+    target = TableBackend.random(6, seed=3)
+    target.clock = clock
+    told: list[tuple[int, int]] = []
+    decoder = SpeculativeDecoder(target, clock=clock, progress=lambda *at: told.append(at))
+    lengths = (101, 301, 701)
+    results = decoder.generate_batch([[1] * length for length in lengths], max_new_tokens=1)
+    assert [r.stats.prefill_seconds for r in results] == pytest.approx([n - 1 for n in lengths])
+    assert told == [(100, 100), (300, 300), (112, 700), (624, 700), (700, 700)]
+    told.clear()
+    decoder.generate([1] * 800, max_new_tokens=1)
+    assert told == [(98, 98)]  # behind what is kept of the last
+
+
+def test_lookups_dont_keep_a_newcomer_waiting() -> None:
+    target = Watched(TableBackend.random(9, seed=5).table)
+    for draft in (None, "suffix"):
+        target.log = []
+        SpeculativeDecoder(target, draft, num_draft_tokens=3, clock=ticking()).generate_batch(
+            [BatchItem([1, 2], max_new_tokens=200), BatchItem([1] * 2000, max_new_tokens=1)],
+            max_batch=2,
+        )
+        joined = next(at for at, spans in enumerate(target.log) if len(spans) == 2)
+        assert joined <= 2 * (1999 // 128 + 1) + 3
+
+
+def ticking() -> Callable[[], float]:
+    """A clock by which every step takes about the same."""
+    return map(float, count()).__next__
 
 
 def test_a_fault_of_the_runtime_ends_all() -> None:
     target = TableBackend.random(6, seed=3)
     decoder = SpeculativeDecoder(target, keep_caches=0)
+    expected = [whole_text(r) for r in decoder.generate_batch([[1], [2], [3]], max_new_tokens=9)]
+    target.call_ct = 0
     results = decoder.as_completed([[1], [2], [3]], max_new_tokens=9, max_batch=2)
     target.fail_at = 8
     with pytest.raises(RuntimeFailure):
         list(results)
     assert target.open_caches == 0
+    target.fail_at = None
+    again = decoder.generate_batch([[1], [2], [3]], max_new_tokens=9)
+    assert [whole_text(result) for result in again] == expected

@@ -314,3 +314,9 @@ def test_a_batch_is_never_much_slower_than_plain(
     assert ratio >= 0.93
     if noise < 1 and draft_step < 0.1 and verify != "linear":
         assert ratio > 1.3
+
+
+def test_calibration_measures_what_it_is_told_to() -> None:
+    target = TableBackend.random(6, seed=3)
+    decoder = SpeculativeDecoder(target, target.sibling(0.3))
+    assert decoder.calibrate([1] * 1200, widths=[1, 4], seconds=0.0).widths == (1, 4)

@@ -67,20 +67,24 @@ def batch(
     length = as_num_draft_tokens(num_draft_tokens)
     at_least(0, max_new_tokens=max_new_tokens)
     at_least(1, max_batch=max_batch)
+    if "" in (stop or ()):
+        raise ValueError("--stop is a text of at least one character")
+    if not input_path.is_file():
+        raise ValueError(f"--input {input_path} is no file: it is read twice, so put it into one")
     if output_path.exists() and output_path.samefile(input_path):
         raise ValueError(f"--input and --output are the same file, {input_path}")
     job = Job(
-        f"{models.target_model} {models.dtype}",
+        f"{models.target_model} {models.dtype} {models.n_ctx}",
         sampling.params,
         {"max_new_tokens": max_new_tokens, "stop": stop or []},
     )
     with Results(output_path) as file:
         total = sum(1 for _ in pending(input_path, job, file.done))
         if not total:
-            err.out(f"all {counted(len(file.done), 'result')} are there already", style="dim")
+            err.out(f"nothing to do: {output_path} has every result", style="dim")
             return
         if file.done:
-            err.out(f"{counted(len(file.done), 'result')} are there already", style="dim")
+            err.out(f"going on behind {counted(len(file.done), 'result')}", style="dim")
         todo = pending(input_path, job, file.done)
         load = partial(new_decoder, models, length)
         if engine == "ray":

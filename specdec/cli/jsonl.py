@@ -5,15 +5,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, Self, cast, get_type_hints
 
 from specdec.cli.as_json import plain
 from specdec.decoder import SpeculativeDecoder
-from specdec.request import BatchItem, BatchOptions, GenerationResult, failed_result
+from specdec.request import BatchItem, BatchOptions, GenerationResult
 from specdec.sampling import SamplingParams
+from specdec.vocab import Prompt
 
 try:
     import fcntl
@@ -24,6 +24,8 @@ __all__ = ["Job", "Line", "Results", "pending", "results"]
 
 SAMPLING = tuple(each.name for each in fields(SamplingParams) if each.name != "processors")
 OPTIONS = tuple(get_type_hints(BatchOptions))
+BEGINNING = b'{"line": '  # of every record
+MOST = 500  # characters of an error
 KNOWN = ("id", "prompt", "messages", *OPTIONS, *SAMPLING)
 
 
@@ -99,32 +101,23 @@ def results(
     A record has the number of its ``line``, its ``key``, the ``id`` that the line gave itself, and
     the fields of a ``GenerationResult``; where something was wrong, the ``error`` in words.
     """
-    taken: dict[int, tuple[Line, dict[str, Any]]] = {}
-    numbers = count()
-    bad: list[dict[str, Any]] = []
+    taken: dict[int, tuple[Line, dict[str, Any], Exception | None]] = {}
 
     def items() -> Iterator[BatchItem]:
-        for line in lines:
+        for number, line in enumerate(lines):
             given: dict[str, Any] = {}
+            item, wrong = BatchItem(cast("Prompt", None)), None  # which can't be decoded either
             try:
                 given = parsed(line.text)
                 item = as_item(given, line.number, job)
             except (ValueError, TypeError, RecursionError) as error:
-                bad.append(record(line, given, failed_result(error), job))
-            else:
-                taken[next(numbers)] = line, given
-                yield item
+                wrong = error
+            taken[number] = line, given, wrong
+            yield item
 
     for number, result in decoder.as_completed(items(), max_batch=max_batch, **job.options):
-        yield from drained(bad)
-        yield record(*taken.pop(number), result, job)
-    yield from drained(bad)
-
-
-def drained(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """All of them, taken out."""
-    while records:
-        yield records.pop(0)
+        line, given, wrong = taken.pop(number)
+        yield record(line, given, replace(result, error=wrong or result.error), job)
 
 
 def parsed(text: bytes) -> dict[str, Any]:
@@ -135,6 +128,8 @@ def parsed(text: bytes) -> dict[str, Any]:
         raise ValueError(f"it is no JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"a line is a JSON object, not {type(given).__name__}")
+    if isinstance(given.get("id"), list | dict):
+        raise TypeError(f"an id is a text or a number, not {type(given.pop('id')).__name__}")
     return given
 
 
@@ -148,10 +143,13 @@ def as_item(given: Mapping[str, Any], number: int, job: Job) -> BatchItem:
         raise ValueError(f"there is no field {unknown[0]!r}; there are {', '.join(KNOWN)}")
     if ("prompt" in given) == ("messages" in given):
         raise ValueError("a line has a prompt or messages, and not both")
+    messages = given.get("messages", [{}])
+    if not isinstance(messages, list) or not messages or not isinstance(messages[0], dict):
+        raise TypeError('messages are a list such as [{"role": "user", "content": "..."}]')
     mine = {name: given[name] for name in SAMPLING if name in given}
     if "logit_bias" in mine and isinstance(mine["logit_bias"], dict):
         mine["logit_bias"] = {int(token): bias for token, bias in mine["logit_bias"].items()}
-    if "seed" not in mine and job.sampling.seed is not None:
+    if mine.get("seed") is None and job.sampling.seed is not None:
         mine["seed"] = job.sampling.seed + number
     options = {name: given[name] for name in OPTIONS if name in given}
     prompt = given["prompt"] if "prompt" in given else given["messages"]
@@ -166,8 +164,8 @@ def record(
     if "id" in given:
         head["id"] = given["id"]
     if result.error is not None:
-        words = " ".join(str(result.error).split())
-        head["error"] = f"line {line.number}: {words or type(result.error).__name__}"
+        words = " ".join(str(result.error).split())[:MOST] or type(result.error).__name__
+        head["error"] = f"line {line.number}: {words}"
     body: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -200,6 +198,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.done: dict[int, str] = {}
+        self._whole: int | None = None  # bytes that are whole records, until the first is added
         self._file = path.open("a+b")
         try:
             self._lock()
@@ -221,20 +220,23 @@ class Results:
         self._file.seek(0)
         whole = 0
         for number, text in enumerate(self._file, start=1):
-            if not text.endswith(b"\n"):
-                self._file.truncate(whole)
-                break
-            whole += len(text)
+            if not text.endswith(b"\n") and text.startswith(BEGINNING[: len(text)]):
+                break  # as a killed run left it
             with suppress(ValueError, TypeError, KeyError):
                 found = json.loads(text)
                 self.done[int(found["line"])] = str(found["key"])
+                whole += len(text)
                 continue
             raise ValueError(
                 f"line {number} of {self.path} is no result of such a run: give another output"
             )
+        self._whole = whole
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write one record."""
+        if self._whole is not None:
+            self._file.truncate(self._whole)
+            self._whole = None
         self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
 

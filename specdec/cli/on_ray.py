@@ -68,13 +68,18 @@ def results(
         ray.init(runtime_env={"env_vars": {"GOMP_SPINCOUNT": spin}}, logging_level=logging.ERROR)
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # the bar shows how it goes
     ray.data.DataContext.get_current().enable_progress_bars = False
-    data = ray.data.from_items([line._asdict() for line in lines]).map_batches(
+    rows = [line._asdict() for line in lines]
+    data = ray.data.from_items(rows).map_batches(
         Worker,
         fn_constructor_args=(load, job, max_batch),
-        batch_size=PER_CALL * max_batch,
+        batch_size=min(PER_CALL * max_batch, -(-len(rows) // num_actors)),
         compute=ray.data.ActorPoolStrategy(size=num_actors),
         num_cpus=num_cpus,
         num_gpus=num_gpus,
     )
-    for row in data.iter_rows():
-        yield json.loads(row["record"])
+    try:
+        for row in data.iter_rows():
+            yield json.loads(row["record"])
+    except ray.exceptions.RayError as error:
+        *_, last = str(error).strip().splitlines() or [type(error).__name__]
+        raise RuntimeError(f"an actor failed: {last}") from error
