@@ -44,6 +44,11 @@ class MemberCosts(Costs):
         super().__init__()
         self._whole = whole
 
+    @property
+    @override
+    def forward_ct(self) -> int:
+        return self._whole.forward_ct
+
     @override
     def is_plain_stale(self, num_sequences: int = 1) -> bool:
         return self._whole.is_plain_stale(num_sequences)
@@ -90,6 +95,7 @@ class MemberLength(MeasuredLength):
 
     def plan(self, limit: int, lag: int, num_sequences: int, *, fixed: bool) -> int:
         """How many tokens to ask for; ``promised`` tells what for."""
+        self.costs.forget_drafts()
         planned = self.wanted(limit, lag, num_sequences)
         if fixed:
             self._planned, self._probing = limit, False
@@ -200,11 +206,14 @@ class MixedLength(FixedLength):
     @override
     def observe(self, num_proposed: int, num_correct: int) -> None:
         """Enter what became of the round's drafts."""
+        counted = self.members[-1 if self.chosen is None else self.chosen]
         if self.chosen is None:
-            self.members[-1].give_up()
-            self.members[-1].observe(0, num_correct)
-        else:
-            self.members[self.chosen].observe(num_proposed, num_correct)
+            counted.give_up()
+            num_proposed = 0
+        counted.observe(num_proposed, num_correct)
+        for member in self.members:
+            if member is not counted:
+                member.wait()
         self.chosen = None
 
     @property

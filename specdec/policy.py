@@ -35,7 +35,7 @@ SURE = 3  # samples that are believed against what is hoped for
 BUDGET_MEMORY = 512  # tokens after which what was spent on probes counts 1/e
 READ_TOKENS = 16
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds
-STALE = 128  # target forwards after which a width loses a sample, if it wasn't seen
+STALE = 128  # target forwards after which a width or drafts not seen since lose a sample
 
 
 class Costs:
@@ -54,7 +54,7 @@ class Costs:
         self._widths: list[tuple[int, float]] = []  # medians by width
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
-        self._drafted_at = 0
+        self._drafted_in = 0  # the last of these, STALE forwards each
         self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
         self._read: deque[float] = deque(maxlen=5)
 
@@ -65,6 +65,7 @@ class Costs:
         self._seen[width] = self._forward_ct = self._forward_ct + 1
         if self._forward_ct % STALE == 0:
             self._forget()
+        self.forget_drafts()
         self._widths = sorted((w, median(samples)) for w, samples in self._verify.items())
 
     def _forget(self) -> None:
@@ -73,7 +74,16 @@ class Costs:
                 self._verify[width].popleft()
                 if not self._verify[width]:
                     del self._verify[width], self._seen[width]
-        if self._forward_ct - self._drafted_at >= STALE:
+
+    @property
+    def forward_ct(self) -> int:
+        """Target forwards so far."""
+        return self._forward_ct
+
+    def forget_drafts(self) -> None:
+        """Drafts lose a sample after so many target forwards without one."""
+        if (era := self.forward_ct // STALE) > self._drafted_in:
+            self._drafted_in = era
             for num_sequences, samples in list(self._draft.items()):
                 samples.popleft()
                 self._fit(num_sequences)
@@ -81,7 +91,7 @@ class Costs:
     def count_draft(self, seconds: float, num_tokens: int, num_sequences: int = 1) -> None:
         """Enter drafts of up to ``num_tokens`` for several sequences in step."""
         self._draft[num_sequences].append((num_tokens, positive(seconds)))
-        self._drafted_at = self._forward_ct
+        self._drafted_in = math.ceil(self.forward_ct / STALE)
         self._fit(num_sequences)
 
     def _fit(self, num_sequences: int) -> None:
@@ -482,6 +492,10 @@ class MeasuredLength(FixedLength):
         self._expected_steps += steps
         lost = max(0.0, steps - num_correct - 1) if self._probing else 0.0
         self.costs.count_tokens(num_correct + 1, lost)
+
+    def wait(self) -> None:
+        """Enter a round that went without its drafts, and isn't entered here else."""
+        self._plain_ct += 1
 
     @property
     def predicted_speedup(self) -> float | None:

@@ -122,6 +122,28 @@ def test_a_model_that_was_passed_over_gets_a_round_now_and_then() -> None:
     assert 2 <= result.stats.draft_forward_ct < rounds
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_model_that_is_always_wrong_is_tried_again_wherever_it_stands(place: int) -> None:
+    target, draft, clock = timed_pair(0.0, 0.1)
+    wrong, slow = (TableBackend(-draft.table, clock=clock, cost=lambda _: 20.0) for _ in range(2))
+    wrong.cost = draft.cost
+    members = [slow, slow]
+    members[place] = wrong
+    decoder = SpeculativeDecoder(target, members, clock=clock, keep_caches=0)
+    decoder.generate([1, 2], max_new_tokens=500)
+    assert wrong.forward_ct > 40
+    assert slow.forward_ct < 10
+
+
+def test_a_members_bad_moment_is_forgotten() -> None:
+    target, draft, clock = timed_pair(0.0, 0.05)
+    draft.cost = lambda width: 50.0 if draft.forward_ct < 6 else 0.05
+    decoder = SpeculativeDecoder(target, [draft, Known([])], clock=clock, keep_caches=0)
+    speeds = [decoder.generate([1, 2], max_new_tokens=NEW).stats.accept_length for _ in range(8)]
+    assert speeds[-1] is not None
+    assert speeds[-1] > 4
+
+
 def test_members_that_propose_nothing_leave_the_turn_to_the_next() -> None:
     class Mute(Drafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
