@@ -20,7 +20,8 @@ from specdec.rounding import (
     sample_ids,
     spread,
 )
-from specdec.translate import common_tokens, model_drafter
+from specdec.spelling import Speller, common_tokens
+from specdec.translate import model_drafter
 from specdec.vocab import odd_special, shared_ids
 
 __all__ = ["Expectation", "ModelFacts", "PairCosts", "PairReport", "counted", "examine"]
@@ -220,7 +221,7 @@ def examine(target: ModelBackend, draft: ModelBackend | None) -> Iterator[PairRe
             except VocabularyMismatchError as error:
                 yield replace(report, problem=str(error))
                 return
-            num_shared = len(common_tokens(target.vocab, draft.vocab))
+            num_shared = len(common_tokens(Speller(target.vocab), Speller(draft.vocab)))
         report = replace(report, num_shared=num_shared, num_different=num_different)
     room = min(target.max_context, draft.max_context) if draft else target.max_context
     ids = sample_ids(target.vocab, max(1, min(LENGTH, room // 2)), known)

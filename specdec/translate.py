@@ -5,11 +5,9 @@ as both tables allow; what it says is told in tokens that both have (token-level
 et al. 2025, arXiv 2502.05202), or through text.
 """
 
-import codecs
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,12 @@ from specdec.backend import Cache, Logits, ModelBackend, Span, crop_to, num_repl
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter, goes_on
 from specdec.errors import VocabularyMismatchError
 from specdec.prefill import prefill
-from specdec.reuse import KeptCaches
+from specdec.reuse import KeptCaches, common_prefix
+from specdec.spelling import Speller, common_tokens
 from specdec.verify import masked, on_host, pick
 from specdec.vocab import Vocabulary
 
-__all__ = ["Speller", "TranslatingDrafter", "common_tokens", "model_drafter"]
+__all__ = ["TranslatingDrafter", "model_drafter"]
 
 USEFUL = 0.5  # of the target's tokens must be such as the draft can spell
 MOSTLY = 0.8  # of a text's tokens in both tables: then the draft speaks in those alone
@@ -49,121 +48,13 @@ def model_drafter(
             raise worse from error
 
 
-class Speller:
-    """Text to ids of a vocabulary that spell exactly that text, special ids apart."""
-
-    def __init__(self, vocab: Vocabulary) -> None:
-        self.steering = {*vocab.special_ids, *vocab.eos_ids}
-        if vocab.bos_id is not None:
-            self.steering.add(vocab.bos_id)
-        self.ids: dict[bytes, int] = {}  # the first id of each spelling
-        self._vocab = vocab
-        self._longest: dict[bytes, int] = {}  # by the first two bytes, the length of a token
-        for token, spelling in enumerate(vocab.tokens):
-            if spelling and token not in self.steering:
-                self.ids.setdefault(spelling, token)
-                start = spelling[:2]
-                self._longest[start] = max(self._longest.get(start, 0), len(spelling))
-        neighbours = pairwise(sorted(self.ids))
-        self._beginnings = {one for one, other in neighbours if other.startswith(one)}
-
-    def spell(self, token: int) -> bytes:
-        """The bytes of an id, none for one that steers the model or is padding."""
-        return b"" if token in self.steering else self._vocab.spell(token)
-
-    def may_grow(self, token: int) -> bool:
-        """Whether a longer token begins as this one does."""
-        return self.spell(token) in self._beginnings
-
-    def split(self, text: bytes) -> tuple[list[int], int]:
-        """Ids for as much of ``text`` as they can spell, and how many bytes that is.
-
-        As the model's tokenizer would cut it, where that spells the text; else in as few tokens as
-        can be.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        try:
-            head = decoder.decode(text)
-        except UnicodeDecodeError:
-            return self.fewest(text)
-        begin = head.encode()
-        ids = self._encoded(head, begin)
-        if ids is None:
-            return self.fewest(text)
-        rest, num_bytes = self.fewest(text[len(begin) :])  # of a character that isn't whole
-        return ids + rest, len(begin) + num_bytes
-
-    def fewest(self, text: bytes) -> tuple[list[int], int]:
-        """As ``split``, in as few tokens as can be."""
-        most = len(text) + 1
-        counts, starts = [0, *[most] * len(text)], [0] * most
-        for start in range(len(text)):
-            if counts[start] == most:
-                continue
-            longest = self._longest.get(text[start : start + 2], 1)
-            for end in range(start + 1, min(start + longest, len(text)) + 1):
-                if counts[start] + 1 < counts[end] and text[start:end] in self.ids:
-                    counts[end], starts[end] = counts[start] + 1, start
-        reached = end = max(i for i, count in enumerate(counts) if count < most)
-        ids = []
-        while end:
-            ids.append(self.ids[text[starts[end] : end]])
-            end = starts[end]
-        return ids[::-1], reached
-
-    def start(self) -> list[int]:
-        """What the model's tokenizer puts before a text."""
-        bos = self._vocab.bos_id
-        return [bos] if bos is not None and self._encode("")[:1] == [bos] else []
-
-    def _encoded(self, text: str, spelling: bytes) -> list[int] | None:
-        # Some put a space of their own before the text.
-        for each in [text, text[1:]] if text.startswith(" ") else [text]:
-            ids = [token for token in self._encode(each) if token not in self.steering]
-            is_known = all(0 <= token < self._vocab.num_tokens for token in ids)
-            if is_known and b"".join(map(self.spell, ids)) == spelling:
-                return ids
-        return None
-
-    def _encode(self, text: str) -> list[int]:
-        try:
-            return list(self._vocab.encode(text)) if self._vocab.encode else []
-        except Exception:  # a tokenizer of its own few words
-            return []
-
-
-def common_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
-    """Target ids that the draft has too, by what they spell, and the draft's ids for them.
-
-    Special ids go with special ids alone: of the same text, else EOS with EOS and BOS with BOS.
-    """
-    return _common(target, Speller(target), draft, Speller(draft))
-
-
-def _common(
-    target: Vocabulary, ours: Speller, draft: Vocabulary, theirs: Speller
-) -> dict[int, int]:
-    literal = {text: i for i, text in enumerate(draft.tokens) if text and i in theirs.steering}
-    pairs = {}
-    for i, text in enumerate(target.tokens):
-        known = literal if i in ours.steering else theirs.ids
-        if text in known:
-            pairs[i] = known[text]
-    if draft.eos_ids:
-        pairs |= {i: min(draft.eos_ids) for i in target.eos_ids if i not in pairs}
-    if target.bos_id is not None and draft.bos_id is not None:
-        pairs.setdefault(target.bos_id, draft.bos_id)
-    return pairs
-
-
-@dataclass(frozen=True, slots=True)
 class _Tables:
     """What is known of a pair."""
 
-    ours: Speller
-    theirs: Speller
-    to_draft: Mapping[int, int]
-    drafted: Container[int]  # the draft's ids for those
+    def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
+        self.ours, self.theirs = Speller(target), Speller(draft)
+        self.to_draft = common_tokens(self.ours, self.theirs)
+        self.drafted = frozenset(self.to_draft.values())
 
 
 class _Text:
@@ -260,7 +151,6 @@ class _State:
     text: _Text
     cache: Cache
     held: list[int]  # what the cache holds
-    agreed: int = 0  # so many of them are known to be the text's
     reason: str | None = None
 
 
@@ -307,11 +197,10 @@ class TranslatingDrafter(Drafter):
     ) -> None:
         self.backend = backend
         self._kept = KeptCaches(backend, keep_caches)
-        ours, theirs = Speller(target_vocab), Speller(backend.vocab)
-        _check(target_vocab, backend.vocab, ours, theirs)
-        pairs = _common(target_vocab, ours, backend.vocab, theirs)
-        self._tables = _Tables(ours, theirs, pairs, frozenset(pairs.values()))
-        self._start = theirs.start()
+        self._tables = _Tables(target_vocab, backend.vocab)
+        _check(self._tables.ours, self._tables.theirs)
+        self._start = self._tables.theirs.start()
+        pairs = self._tables.to_draft
         ends = sorted(target_vocab.eos_ids, reverse=True)
         own = {pairs[token]: token for token in ends if token in pairs}
         self._eos = {token: own.get(token, ends[-1]) for token in backend.vocab.eos_ids if ends}
@@ -327,7 +216,7 @@ class TranslatingDrafter(Drafter):
         text = _Text(self._tables, self._start)
         text.follow(prompt_ids)
         reason = self._why_not(text)
-        cache = self._kept.take([] if reason else text.tokens)
+        cache = self._kept.new_cache() if reason else self._kept.take(text.tokens)
         return _State(text, cache, text.tokens[: len(cache)], reason=reason)
 
     @override
@@ -383,14 +272,11 @@ class TranslatingDrafter(Drafter):
         """Read what is new in the target's text, and cut the cache back to what stayed."""
         text, held = state.text, state.held
         if state.reason is None:
-            kept = min(state.agreed, text.settled)
+            kept = min(len(held), text.settled)  # those stand in both
             text.follow(ids)
             state.reason = self._why_not(text)
-            most = max(0, min(len(held), len(text.tokens) - 1))
-            kept = min(kept, most)
-            while kept < most and held[kept] == text.tokens[kept]:
-                kept += 1
-            state.agreed = kept
+            kept += common_prefix(held[kept:], text.tokens[kept:])
+            kept = max(0, min(kept, len(text.tokens) - 1))
             if kept < len(held):
                 crop_to(self.backend, state.cache, kept)
                 del held[kept:]
@@ -469,7 +355,8 @@ class TranslatingDrafter(Drafter):
         return Draft(tokens[: request.num_tokens], run.forward_ct, run.state.reason, replayed)
 
 
-def _check(target: Vocabulary, draft: Vocabulary, ours: Speller, theirs: Speller) -> None:
+def _check(ours: Speller, theirs: Speller) -> None:
+    target, draft = ours.vocab, theirs.vocab
     plain = [text for i, text in enumerate(target.tokens) if text and i not in ours.steering]
     spelled = len(plain)
     if not all(bytes([byte]) in theirs.ids for byte in range(256)):

@@ -19,8 +19,9 @@ from specdec import (
     VocabularyMismatchError,
 )
 from specdec.report import examine
+from specdec.spelling import Speller
 from specdec.testing import TableBackend
-from specdec.translate import Speller, TranslatingDrafter, common_tokens, model_drafter
+from specdec.translate import TranslatingDrafter, model_drafter
 
 SYLLABLES = [b"a", b"b", b"c", b" ", b"\xc3", b"\xa9", b"ab", b"abc", b"ca", b" a", b" c", b"bb"]
 SYLLABLES += ["é".encode(), "aé".encode(), b"cab", b" ab", b"  "]
@@ -295,81 +296,38 @@ def test_the_papers_rules_keep_the_targets_law(verification: Any, kind: str) -> 
     assert sum(squares) < 26 + 4.5 * (2 * 26) ** 0.5
 
 
-def test_special_ids_go_with_special_ids() -> None:
-    ours = vocabulary(
-        b"<s>",
-        b"</s>",
-        b"<|im_end|>",
-        b"a",
-        b"<tool>",
-        b"<x>",
-        bos_id=0,
-        eos_ids=frozenset({1, 2}),
-        special_ids=frozenset({0, 1, 2, 5}),
-    )
-    theirs = vocabulary(
-        b"a",
-        b"<tool>",
-        b"<x>",
-        b"<|im_end|>",
-        b"<bos>",
-        bos_id=4,
-        eos_ids=frozenset({3}),
-        special_ids=frozenset({3, 4}),
-    )
-    assert common_tokens(ours, theirs) == {0: 4, 1: 3, 2: 3, 3: 0, 4: 1}
-    assert common_tokens(theirs, ours) == {0: 3, 1: 4, 3: 2, 4: 0}
+def test_a_text_that_cant_be_followed_leaves_the_kept_cache_to_one_that_can() -> None:
+    target, draft = model([b"a", b"b", b"ab", b"z"]), model([b"b", b"a", b"ab"], 1)
+    drafter = TranslatingDrafter(draft, target.vocab, keep_caches=1)
+    text = [0, 1] * 20
+    state = drafter.open(text)
+    drafter.catch_up(state, text)
+    drafter.close(state)
+    assert draft.open_caches == 1
+    for prompt in ([0, 1] + [3] * 70, text):
+        state = drafter.open(prompt)
+        lag = drafter.lag(state, prompt)
+        drafter.close(state)
+        assert lag < 4
+    assert state.reason is None
 
 
-def test_a_tokenizer_is_asked_where_it_spells_the_text() -> None:
-    asked: list[str] = []
+def test_a_round_that_is_broken_off_leaves_no_cache() -> None:
+    target = model([b"a", b"b", b"ab"])
 
-    def encode(text: str) -> list[int]:
-        """As sentencepiece: a beginning, and a space before the first word."""
-        asked.append(text)
-        cut = {"": [], "x y": [1, 2], "y": [2], "xy": [1, 3]}
-        return [0, *cut[text]]
+    class Fails(TableBackend):
+        def forward(self, batch: Any) -> Any:
+            rows = super().forward(batch)
+            if self.forward_ct == 3:
+                raise RuntimeError("broken off")
+            return rows
 
-    speller = Speller(vocabulary(b"<s>", b"x", b" y", b"y", b"xy", b" ", bos_id=0, encode=encode))
-    assert speller.start() == [0]
-    assert speller.split(b"x y") == ([1, 2], 3)
-    assert speller.split(b" y") == ([2], 2)
-    assert asked[-1] == "y"
-    assert speller.split(b"xy") == ([1, 3], 2)  # not the fewest, but the tokenizer's
-    assert speller.split(b"xyx") == ([4, 1], 3)  # it doesn't know this one
-    assert speller.split(b"xy\xc3") == ([1, 3], 2)
-    assert speller.split(b"\xffxy") == ([], 0)
-
-
-@given(tokens=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), text=st.text("ab"))
-def test_the_fewest_tokens_are_found_where_any_are(tokens: list[str], text: str) -> None:
-    speller = Speller(vocabulary(*[token.encode() for token in tokens]))
-    ids, count = speller.fewest(text.encode())
-    assert b"".join(map(speller.spell, ids)) == text[:count].encode()
-    best = {0: 0}
-    for end in range(1, len(text) + 1):
-        ways = [best[i] + 1 for i in best if text[i:end] in tokens]
-        if ways:
-            best[end] = min(ways)
-    assert (max(best), best[max(best)]) == (count, len(ids))
-
-
-@given(
-    text=st.text("xy", min_size=1, max_size=6),
-    odd=st.integers(max_value=-1) | st.integers(min_value=4),
-    data=st.data(),
-)
-def test_an_encoder_that_gives_ids_past_the_table_is_not_believed(
-    text: str, odd: int, data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, len(text)))
-
-    def encode(text: str) -> list[int]:
-        ids = [b"xy".index(byte) for byte in text.encode()]
-        return [*ids[:place], odd, *ids[place:]]
-
-    speller = Speller(vocabulary(b"x", b"y", b"xy", b"", size=6, encode=encode))
-    assert speller.split(text.encode()) == speller.fewest(text.encode())
+    draft = Fails(model([b"b", b"a", b"ab"], 1).table, tokens=[b"b", b"a", b"ab"])
+    drafter = TranslatingDrafter(draft, target.vocab, keep_caches=1)
+    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=4)
+    with pytest.raises(RuntimeError, match="broken off"):
+        decoder.generate([0, 1, 0, 1], max_new_tokens=9)
+    assert draft.open_caches == 0
 
 
 def test_one_bos_is_enough() -> None:
