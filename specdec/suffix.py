@@ -17,7 +17,7 @@ from specdec.request import at_least
 __all__ = ["SuffixDrafter", "SuffixIndex"]
 
 NOTHING, BORDER = -2, -1  # no continuation at all; the end of an earlier text
-DEPTH = 32  # of them are counted at each id: the longest, which are all unless a text loops
+DEPTH = 8  # of them are counted at each id: the longest, which are all unless a text loops
 FIELDS = 6
 LINK = 1  # after the length of the longest substring: the state of its longest suffix elsewhere
 COUNT = 2
@@ -202,11 +202,12 @@ class SuffixDrafter(Drafter):
 
     The longest end of the text that came before, in it or in what is remembered, is continued by
     what followed most often; what should bring the most ids that stand is proposed, as long as the
-    match makes it likely
-    (after SuffixDecoding, Oliaro et al., arXiv 2411.04975). A round takes some tens of
-    microseconds in a text of any length; but the first id after a loop goes with the loop's length,
-    0.7 microseconds for each of its ids. A text takes 110 to 150 bytes per id, as measured; 300 if
-    it is random bits, and 370 once it has left a loop.
+    match makes it likely (after SuffixDecoding, Oliaro et al., arXiv 2411.04975).
+
+    A round takes some tens of microseconds in a text of any length, up to about 100 in an endless
+    loop; but the first id after a loop goes with the loop's length, 0.7 microseconds for each of
+    its ids. A text takes 110 to 150 bytes per id, as measured; 300 if it is random bits, and 370
+    once it has left a loop.
 
     Args:
         memory_tokens: How many ids of earlier outputs to remember beside the text at hand. 0: none

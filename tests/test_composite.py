@@ -102,6 +102,15 @@ def test_a_lookup_that_is_always_wrong_costs_next_to_nothing() -> None:
     assert mixed <= 1.03 * alone
 
 
+def test_a_lookup_that_is_always_wrong_is_not_used_where_there_is_no_model() -> None:
+    target, _, clock = timed_pair(0.0, 0.0)
+    text = the_text(target)
+    members = [Known(text, share=0.0), Known(text, share=0.0)]
+    _, result = seconds_of(target, members, clock)
+    assert members[1].asked >= result.stats.target_forward_ct - 2
+    assert result.stats.verify_ct < 10
+
+
 def test_a_lookup_proves_itself_without_being_used() -> None:
     """It begins distrusted; what comes out says that it was right, and it takes over."""
     target, draft, clock = timed_pair(0.0, 0.3)
@@ -119,7 +128,7 @@ def test_a_model_that_was_passed_over_gets_a_round_now_and_then() -> None:
     result = decoder.generate([1, 2], max_new_tokens=3000)
     rounds = sum(result.stats.propose_histogram)
     assert result.token_ids == text[2:]
-    assert 2 <= result.stats.draft_forward_ct < rounds
+    assert 20 < result.stats.draft_forward_ct < rounds
 
 
 @pytest.mark.parametrize("place", [0, 1])

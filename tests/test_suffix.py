@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec import Drafter, DraftRequest, SamplingParams, SpeculativeDecoder, SuffixDrafter
 from specdec.sampling import Sampler
-from specdec.suffix import SuffixIndex
+from specdec.suffix import DEPTH, SuffixIndex
 from specdec.testing import TableBackend
 
 SAMPLER = Sampler(SamplingParams(), TableBackend.random(4).vocab, 1)
@@ -40,7 +40,9 @@ def longest_match(ids: Sequence[int]) -> int:
 
 
 @given(ids=TEXTS)
+@example(ids=[0] * 32)
 def test_every_substring_is_counted_as_a_scan_counts_it(ids: list[int]) -> None:
+    """In a loop a short one may be left out, once it came often."""
     index = SuffixIndex()
     for end in range(1, len(ids) + 1):
         index.extend(ids[end - 1 : end])
@@ -48,7 +50,8 @@ def test_every_substring_is_counted_as_a_scan_counts_it(ids: list[int]) -> None:
     for begin in range(len(ids)):
         for end in range(begin + 1, len(ids) + 1):
             part = ids[begin:end]
-            assert index.num_seen(part) == len(places(ids, part))
+            count = len(places(ids, part))
+            assert min(count, DEPTH) <= index.num_seen(part) <= count
     assert index.num_seen([9]) == index.num_seen([*ids, 0]) == 0
 
 
@@ -184,6 +187,15 @@ def test_a_text_that_is_open_while_the_memory_changes_is_matched_right() -> None
         finish(drafter, [0], [int(i) for i in rng.integers(0, 3, rng.integers(1, 6))])
         open_text.append(int(rng.integers(0, 3)))
         assert ask(drafter, state, open_text) == ask(drafter, drafter.open([]), open_text)
+
+
+def test_a_match_is_of_what_is_remembered_by_now() -> None:
+    drafter = SuffixDrafter(memory_tokens=100)
+    finish(drafter, [0], [1, 2, 3, 5])
+    state = drafter.open([2, 3])
+    assert ask(drafter, state, [2, 3]) == [5]
+    finish(drafter, [0], [2, 3, 6, 2, 3, 6])
+    assert ask(drafter, state, [2, 3], 1) == [6]
 
 
 def assert_whole(drafter: SuffixDrafter) -> None:
