@@ -160,6 +160,32 @@ def test_a_streamer_hears_what_it_hears_from_generate(
     assert ours.ended == theirs.ended == 1
     with pytest.raises(ValueError, match="a streamer follows one sequence, and the batch has 3"):
         model.generate(**several, max_new_tokens=2, do_sample=False, custom_generate=fast)
+    assert (ours.parts, ours.ended) == (theirs.parts, 1)
+
+
+def test_a_criterion_that_raises_leaves_nothing_open(model: Any, one: Any, several: Any) -> None:
+    class Watched(Drafter):
+        open_ct = 0
+
+        def open(self, prompt_ids: Sequence[int]) -> None:
+            self.open_ct += 1
+
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return [Draft([]) for _ in requests]
+
+        def close(self, state: None) -> None:
+            self.open_ct -= 1
+
+    def fails(input_ids: Any, scores: Any) -> Any:
+        assert drafter.open_ct > 0
+        raise RuntimeError("a criterion's own")
+
+    drafter = Watched()
+    options: dict[str, Any] = {"custom_generate": custom_generate(drafter), "max_new_tokens": 4}
+    for inputs in (one, several):
+        with pytest.raises(RuntimeError, match="a criterion's own") as caught:
+            model.generate(**inputs, stopping_criteria=[fails], **options)
+        assert drafter.open_ct == 0, caught  # which holds on to the streams, if anything does
 
 
 def test_torchs_seed_repeats_a_sample_whatever_drafts(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -155,6 +156,8 @@ class custom_generate:
             ValueError: Something is asked for that can't be honoured; the text names it.
         """
         batch, length = input_ids.shape
+        if batch > 1 and (streamer is not None or self._streamer is not None):
+            raise ValueError(f"a streamer follows one sequence, and the batch has {batch}")
         _refuse(generation_config, logits_processor, batch, synced_gpus, model_kwargs)
         starts = _starts(input_ids, **model_kwargs)
         rows = [(input_ids[i], start) for i, start in enumerate(starts)]
@@ -167,28 +170,25 @@ class custom_generate:
         if streamer is None and self._streamer is not None:
             streamer = self._streamer  # ``generate`` doesn't know it, so it lacks the prompt
             streamer.put(input_ids.cpu())
-        if streamer is not None and batch > 1:
-            raise ValueError(f"a streamer follows one sequence, and the batch has {batch}")
         if streamer is None and not others:
             results = decoder.generate_batch(prompts, sampling=sampling, max_batch=batch, **options)
             new = [result.token_ids for result in results]
             self.stats = [result.stats for result in results]
         else:
-            streams = [
-                decoder.stream(prompt, sampling=params, **options)
-                for prompt, params in zip(prompts, sampling, strict=True)
-            ]
-            new = [
-                _followed(stream, row, others, streamer)
-                for stream, row in zip(streams, input_ids, strict=True)
-            ]
-            # ``generate`` pads a row that is done only where there is an EOS.
-            if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
-                longest = max(map(len, new))
-                for stream, ids in zip(streams, new, strict=True):
-                    ids += [event.token_id for event in islice(stream, longest - len(ids))]
-            for stream in streams:
-                stream.close()
+            with ExitStack() as stack:
+                streams = [
+                    stack.enter_context(closing(decoder.stream(prompt, sampling=params, **options)))
+                    for prompt, params in zip(prompts, sampling, strict=True)
+                ]
+                new = [
+                    _followed(stream, row, others, streamer)
+                    for stream, row in zip(streams, input_ids, strict=True)
+                ]
+                # ``generate`` pads a row that is done only where there is an EOS.
+                if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+                    longest = max(map(len, new))
+                    for stream, ids in zip(streams, new, strict=True):
+                        ids += [event.token_id for event in islice(stream, longest - len(ids))]
             self.stats = [stream.result.stats if stream.result else None for stream in streams]
         sequences = _joined(input_ids, new, generation_config._pad_token_tensor)
         if generation_config.return_dict_in_generate:
@@ -360,9 +360,10 @@ def _followed(
         new.append(event.token_id)
         if streamer is not None:
             streamer.put(torch.tensor([event.token_id]))
-        ids = torch.cat([row, row.new_tensor(new)])[None]
-        if criteria and bool(criteria(ids, None).all()):
-            break
+        if criteria:
+            ids = torch.cat([row, row.new_tensor(new)])[None]
+            if bool(criteria(ids, None).all()):
+                break
     if streamer is not None:
         streamer.end()
     return new
