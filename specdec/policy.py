@@ -16,7 +16,15 @@ from typing import Any
 
 from typing_extensions import override
 
-__all__ = ["Acceptance", "Costs", "FixedLength", "MeasuredLength", "best_length", "break_even"]
+__all__ = [
+    "TELLING",
+    "Acceptance",
+    "Costs",
+    "FixedLength",
+    "MeasuredLength",
+    "best_length",
+    "break_even",
+]
 
 MEMORY = 96  # tokens after which what was seen counts 1/e
 # What acceptance may be, and how likely that is to begin with: most pairs are chosen well, and a
@@ -31,6 +39,7 @@ PROBE_GAP = 4  # plain steps between them at least
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
+TELLING = 8  # drafts that have to be compared before anyone is told what they are worth
 SURE = 3  # samples that are believed against what is hoped for
 BUDGET_MEMORY = 512  # tokens after which what was spent on probes counts 1/e
 READ_TOKENS = 16
@@ -374,6 +383,7 @@ class MeasuredLength(FixedLength):
         self._probing = False
         self._given_up = 0  # drafts, when none was kept
         self._plain_ct = 0  # steps since the last draft
+        self._num_compared = 0  # drafts
         self._num_sequences = 1
         self._expected_tokens = self._expected_steps = 0.0
         self._rates: list[float] = []  # of standing, by position
@@ -476,6 +486,7 @@ class MeasuredLength(FixedLength):
 
     def observe(self, num_proposed: int, num_correct: int) -> None:
         """Enter what became of the round's drafts; that none came is as bad as a wrong one."""
+        self._num_compared += min(num_proposed, num_correct + 1)
         if self._given_up:
             drafting = self.costs.drafts(self._given_up, self._num_sequences) + self._extra
             steps = 1 + drafting / self._seconds[0]
@@ -514,9 +525,13 @@ class MeasuredLength(FixedLength):
         cost = max(shares, key=shares.__getitem__)
         least = break_even(costs.rounds(self.num_draft_tokens))
         needed = "no acceptance is enough" if least is None else f"it takes {least:.0%}"
+        seen = f"about {self.acceptance.by_position()[0]:.0%} of the drafts stand"
+        if self._num_compared < TELLING:
+            seen = "too few drafts were compared to say how many stand"
+        if not self._num_compared:
+            seen = "no draft was compared yet"
         return (
-            f"drafting doesn't pay: {cost} {shares[cost]:.2f} of a plain step, and about "
-            f"{self.acceptance.by_position()[0]:.0%} of the drafts stand where {needed}"
+            f"drafting doesn't pay: {cost} {shares[cost]:.2f} of a plain step, {seen}, and {needed}"
         )
 
 

@@ -109,6 +109,23 @@ def test_a_hopeless_draft_does_not_even_read_the_prompt() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("drafts", "seen"),
+    [
+        (0, "no draft was compared yet, and no acceptance is enough"),
+        (7, "too few drafts were compared to say how many stand, and no acceptance is enough"),
+        (8, "about 2% of the drafts stand, and no acceptance is enough"),
+    ],
+)
+def test_a_verdict_tells_what_was_seen(drafts: int, seen: str) -> None:
+    policy = MeasuredLength(costs(3.0, *[1.0] * 17), 16)
+    for _ in range(drafts):
+        policy.wanted(16)
+        policy.observe(1, 0)
+    assert policy.wanted(16) == 0
+    assert str(policy.verdict()).endswith(f"a draft token takes 3.00 of a plain step, {seen}")
+
+
 def test_nothing_of_a_text_is_remembered_but_costs() -> None:
     """After a text that was always wrong, the next one starts as any other."""
     known = costs(0.1, *[1.0] * 17)

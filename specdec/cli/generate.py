@@ -19,6 +19,7 @@ from specdec.cli.options import (
     command,
 )
 from specdec.decoder import SpeculativeDecoder, TokenStream
+from specdec.policy import TELLING
 from specdec.request import GenerationResult, Verification, at_least
 from specdec.vocab import Prompt
 
@@ -122,7 +123,7 @@ def summary(result: GenerationResult) -> str:
         parts.insert(0, f"accept_length {stats.accept_length:.2f}")
     if stats.tokens_per_second is not None:
         parts.append(f"tokens/s {stats.tokens_per_second:.1f}")
-    if stats.predicted_speedup is not None:
+    if stats.predicted_speedup is not None and stats.num_proposed_drafts >= TELLING:
         parts.append(f"expected speed-up {stats.predicted_speedup:.1f}x")
     if stats.num_proposed_drafts:
         step = stats.draft_seconds / stats.num_proposed_drafts
