@@ -575,12 +575,17 @@ def _drafters(target: ModelBackend, draft: object, keep_caches: int) -> list[Dra
     if isinstance(draft, ModelBackend):
         return [*lookups, model_drafter(draft, target.vocab, keep_caches=keep_caches)]
     if isinstance(draft, type) or not isinstance(draft, Drafter):
-        raise TypeError(f'draft must be "self", a backend or a Drafter, but {_what_lacks(draft)}')
+        raise TypeError(
+            'draft must be "self", "lookup", "suffix", a backend, a Drafter or a list of them, '
+            f"but {_what_lacks(draft)}"
+        )
     return [draft]
 
 
 def _what_lacks(thing: object) -> str:
     """Which members of a backend an object doesn't have, for a message."""
+    if isinstance(thing, type):
+        return f"{thing.__name__} is a class: make an instance of it"
     members = ("vocab", "max_context", "new_cache", "forward", "crop", "info")
     lacking = [member for member in members if not hasattr(thing, member)]
     return f"{type(thing).__name__} has no {', '.join(lacking)}"

@@ -229,7 +229,8 @@ def named_draft(target: ModelBackend, name: str, **options: Any) -> ModelBackend
     if kind != "self" or (colon and not quantization):
         raise ValueError(
             f'no draft is called {name!r}: give "self", "self:q8_0" or the like, "lookup", '
-            '"suffix", or a backend'
+            '"suffix", a backend, or several in a list, such as '
+            '["suffix", LlamaCppBackend("small.gguf")]'
         )
     make = getattr(target, "self_draft", None)  # what a backend has that can copy its own model
     if make is None:

@@ -134,27 +134,37 @@ class Proposer:
         started = self._clock()
         answers = self.drafter.propose(requests)
         seconds, reading = self._clock() - started, lag * self._costs.read
+        name = type(self.drafter).__name__
+        if not isinstance(answers, Sequence):
+            raise TypeError(
+                f"{name}.propose gave {type(answers).__name__}: it has to return a list with one "
+                "Draft for each request, such as [Draft([])]"
+            )
         if len(answers) != len(requests):
             raise ValueError(
-                f"{type(self.drafter).__name__} gave {len(answers)} drafts for "
-                f"{len(requests)} requests: give one each, in order"
+                f"{name} gave {len(answers)} drafts for {len(requests)} requests: give one each, "
+                "in order"
             )
         drafts = [
-            draft._replace(token_ids=self._checked(draft, request))
-            for draft, request in zip(answers, requests, strict=True)
+            self._checked(draft, request) for draft, request in zip(answers, requests, strict=True)
         ]
         if reading <= seconds / 2:  # else it tells little of a draft
             longest = max(1, *(len(draft.token_ids) for draft in drafts))
             self._costs.count_draft(seconds - reading, longest, len(requests))
         return drafts
 
-    def _checked(self, draft: Draft, request: DraftRequest) -> list[int]:
+    def _checked(self, draft: Draft, request: DraftRequest) -> Draft:
         name, limit, size = type(self.drafter).__name__, request.num_tokens, request.num_ids
-        token_ids = list(map(operator.index, draft.token_ids))
+        if not isinstance(draft, Draft):
+            raise TypeError(f"{name} proposed {draft!r}: make it a Draft, such as Draft([1, 2])")
+        try:
+            token_ids = list(map(operator.index, draft.token_ids))
+        except TypeError:
+            raise TypeError(f"{name} proposed {draft.token_ids!r}, but ids are integers") from None
         if len(token_ids) > limit:
             raise ValueError(
                 f"{name} proposed {len(token_ids)} tokens where at most {limit} were asked for"
             )
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < size:
             raise ValueError(f"{name} proposed {token_ids}, but ids are 0 to {size - 1}")
-        return token_ids
+        return draft._replace(token_ids=token_ids)

@@ -175,6 +175,8 @@ def test_the_summary_shows_what_is_known() -> None:
     stats.predicted_speedup = 1.62
     stats.verify_ct, stats.num_proposed_drafts, stats.draft_seconds = 4, 10, 0.15
     assert {"expected speed-up 1.6x", "draft 15.0 ms/token"} <= set(summary(result).split(" | "))
+    stats.num_proposed_drafts = 7  # which tell little
+    assert "expected" not in summary(result)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +184,13 @@ def test_the_summary_shows_what_is_known() -> None:
     [
         (["--target-model", "no/such/folder/here"], "no/such/folder/here"),
         (["--target-model", "missing.gguf"], "missing.gguf"),
+        (["--draft-model", "sufix"], "isn't lookup, suffix, self or none"),
         (["--target-model", "nosuch:model"], "no backend is called 'nosuch'; installed are:"),
         (["--target-model", "llama-cpp:"], "names no model"),
         (["--draft-model", "self:q9"], "self: goes with f32, f16"),
-        (["--draft-model", "suffix+x.gguf"], "--draft-model needs a --target-model"),
+        (["--draft-model", "suffix+x.gguf"], "needs a --target-model beside it"),
         (["--draft-model", "suffix+"], "name a model behind it"),
-        (["--draft-model", "x.gguf"], "--draft-model needs a --target-model"),
+        (["--draft-model", "x.gguf"], "needs a --target-model beside it"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, not -1"),
         (["--stop", ""], "at least one character"),
         (["--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),

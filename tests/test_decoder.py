@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from specdec import (
     ModelDrafter,
     RuntimeFailure,
     SpeculativeDecoder,
+    SuffixDrafter,
 )
 from specdec.testing import TableBackend
 
@@ -432,8 +433,15 @@ def test_bad_parts_are_refused_at_construction() -> None:
     for thing in bad:
         with pytest.raises(TypeError, match="target must be a ModelBackend"):
             SpeculativeDecoder(thing)
-        with pytest.raises(TypeError, match='draft must be "self", a backend or a Drafter, but'):
-            SpeculativeDecoder(target, thing)
+        for draft in (thing, ["suffix", thing]):
+            with pytest.raises(TypeError, match='draft must be "self", "lookup", "suffix", a back'):
+                SpeculativeDecoder(target, draft)
+    with pytest.raises(TypeError, match="but SuffixDrafter is a class: make an instance of it"):
+        SpeculativeDecoder(target, cast(Any, SuffixDrafter))
+    with pytest.raises(
+        ValueError, match=r'called \'q8.gguf\': .* a list, such as \["suffix", Llama'
+    ):
+        SpeculativeDecoder(target, "suffix+q8.gguf")
     for name in ("gpt2", "self:", ""):
         with pytest.raises(ValueError, match=f"no draft is called '{name}'"):
             SpeculativeDecoder(target, name)
@@ -481,6 +489,28 @@ def test_a_drafter_that_answers_too_few_requests_is_named() -> None:
 
     with pytest.raises(ValueError, match="Mute gave 0 drafts for 1 requests"):
         SpeculativeDecoder(TableBackend.random(6), Mute()).generate([1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "Odd.propose gave NoneType: it has to return a list with one Draft for each"),
+        ([[1, 2]], r"Odd proposed \[1, 2\]: make it a Draft, such as Draft\(\[1, 2\]\)"),
+        ([Draft(cast(Any, "abc"))], "Odd proposed 'abc', but ids are integers"),
+        ([Draft(cast(Any, None))], "Odd proposed None, but ids are integers"),
+    ],
+)
+def test_an_answer_that_is_no_draft_is_named(answer: Any, message: str) -> None:
+    class Odd(Drafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            found: list[Draft] = answer
+            return found
+
+    target = TableBackend.random(6)
+    drafter: Any
+    for drafter in (Odd(), [Odd(), target]):
+        with pytest.raises(TypeError, match=message):
+            SpeculativeDecoder(target, drafter, num_draft_tokens=3).generate([1])
 
 
 def test_a_target_of_nan_is_an_error_and_a_draft_of_nan_is_none() -> None:

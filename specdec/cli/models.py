@@ -77,7 +77,10 @@ def open_models(models: ModelOptions) -> tuple[ModelBackend, ModelBackend | None
     itself = draft is not None and draft.partition(":")[0] == "self"
     if target is None:
         if not itself and draft not in (None, "none"):
-            raise ValueError("--draft-model needs a --target-model beside it")
+            raise ValueError(
+                f"--draft-model {draft} isn't lookup, suffix, self or none, so it names a model, "
+                "and that needs a --target-model beside it"
+            )
         gguf = embedded_gguf()
         target, draft = f"hf:{gguf}", draft or f"llama-cpp:{gguf}"
     quantization = draft.partition(":")[2].lower() if itself and draft else ""
