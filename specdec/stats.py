@@ -70,8 +70,8 @@ class Stats:
     def accept_length(self) -> float | None:
         """Mean tokens that a round brings: the drafts that stood and the target's own one.
 
-        Equals ``completion_tokens / verify_ct`` when there were no plain steps and no stop cut a
-        round short. None without rounds.
+        Plain steps aren't counted. Equals ``completion_tokens / verify_ct`` when there were none
+        and no stop cut a round short. None without rounds.
         """
         return 1 + self.num_correct_drafts / self.verify_ct if self.verify_ct else None
 
