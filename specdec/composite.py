@@ -25,6 +25,7 @@ from specdec.policy import (
     believed,
 )
 from specdec.proposer import Proposer
+from specdec.reuse import common_prefix
 from specdec.suffix import SuffixDrafter
 
 __all__ = ["LOOKUPS", "CompositeDrafter", "MixedLength", "Source", "named_lookups"]
@@ -231,21 +232,13 @@ class MixedLength(FixedLength):
 
 
 @dataclass(slots=True)
-class _Shadow:
-    """What a lookup proposed, whether it was taken or not: what comes next tells its worth."""
-
-    acceptance: Acceptance
-    tokens: Sequence[int]
-    confidences: Sequence[float]
-
-
-@dataclass(slots=True)
 class _State:
     members: list[Any]
     due: set[int]  # who is likely to be asked, and should have read the text
     policy: MixedLength | None = None
     num_ids: int = 0  # at the last proposal
-    shadows: list[_Shadow] = field(default_factory=list)
+    # What lookups proposed and wasn't taken, with its confidences: what comes tells their worth.
+    shadows: list[tuple[Acceptance, Sequence[int], Sequence[float]]] = field(default_factory=list)
 
 
 class CompositeDrafter(Drafter):
@@ -418,7 +411,7 @@ class CompositeDrafter(Drafter):
             if count and member.promised >= policy.needed(number) and not self._explores(policy):
                 policy.chosen = number
                 return answer._replace(token_ids=tokens[:count])
-            state.shadows.append(_Shadow(member.acceptance, tokens, heard))
+            state.shadows.append((member.acceptance, tokens, heard))
         return answer._replace(token_ids=())
 
     def _explores(self, policy: MixedLength) -> bool:
@@ -431,11 +424,9 @@ class CompositeDrafter(Drafter):
     def commit(self, state: _State, ids: Sequence[int]) -> None:
         """Tell them all, and see how good the lookups were that weren't taken."""
         new = ids[state.num_ids :]
-        for shadow in state.shadows if new else ():
-            pairs = zip(shadow.tokens, new, strict=False)
-            equal = [ours == theirs for ours, theirs in pairs]
-            stood = [*equal, False].index(False)
-            shadow.acceptance.observe(shadow.confidences[: len(equal)], len(equal), stood)
+        for acceptance, tokens, confidences in state.shadows if new else ():
+            count = min(len(tokens), len(new))
+            acceptance.observe(confidences[:count], count, common_prefix(tokens, new))
         state.shadows = []
         for drafter, mine in zip(self.drafters, state.members, strict=True):
             drafter.commit(mine, ids)
