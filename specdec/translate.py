@@ -97,7 +97,7 @@ class _Text:
             self._add(b"".join(new))
             self._end(to_draft.get(token))
             new = []
-        self._num_read = len(ids)
+        self._num_read = max(self._num_read, len(ids))  # it may be asked for a part again
         self._add(b"".join(new))
         if self.owed > UNSPELLED:
             self._lose()

@@ -322,7 +322,9 @@ def test_every_command_has_help(name: str) -> None:
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "--debug" in result.stdout
-    assert ("--num-draft-tokens" in result.stdout) == (name in ("generate", "bench", "verify"))
+    assert ("--num-draft-tokens" in result.stdout) == (
+        name in ("generate", "batch", "bench", "verify")
+    )
 
 
 @pytest.mark.parametrize(

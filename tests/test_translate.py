@@ -199,6 +199,26 @@ def test_the_draft_reads_little_in_every_round() -> None:
     assert fed[1] < 30
 
 
+@pytest.mark.parametrize("length", [100, 600, 1200])
+def test_a_long_prompt_is_read_once(length: int) -> None:
+    """In chunks, so that the drafter hears of beginnings of what it has heard of."""
+    target = TableBackend.random(12, seed=1, max_context=2000)
+    order = np.arange(12)[::-1]
+    draft = TableBackend(
+        target.table[np.ix_(order, order, order)],
+        tokens=[target.vocab.tokens[i] for i in order],
+        max_context=max(length, 300) + 40,
+    )
+    beside = [[n % 12 for n in range(300)], [5 * n % 12 for n in range(length)]]
+    for prompts in (beside[1:], beside):
+        decoder = SpeculativeDecoder(target, draft, num_draft_tokens=3, keep_caches=0)
+        assert isinstance(decoder.drafter, TranslatingDrafter)
+        before = draft.fed_ct
+        results = decoder.generate_batch(prompts, max_new_tokens=10)
+        assert all(r.stats.accept_rate == 1 and r.stats.reason is None for r in results)
+        assert draft.fed_ct - before <= sum(map(len, prompts)) + 12 * len(prompts)
+
+
 def test_a_character_in_parts_is_waited_for() -> None:
     """The target writes bytes, and the draft knows the character only as a whole."""
     accent = "é".encode()
