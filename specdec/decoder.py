@@ -355,7 +355,7 @@ class SpeculativeDecoder:
             try:
                 self._open(request)
                 while not request.ready:
-                    self._read([request], 1)
+                    self._read([request])
                 self._calibrate(request, seconds, widths)
             finally:
                 self._close([request])
@@ -399,8 +399,7 @@ class SpeculativeDecoder:
                         if sequence.output.finish_reason is None:
                             active.append(sequence)
                             self._open(sequence)
-                    reading = [s for s in active if not s.ready]
-                    for sequence in self._read(reading, len(active)):
+                    for sequence in self._read(active):
                         if self._is_worth_calibrating(sequence):
                             self._calibrate(sequence)
                     if decoding := [s for s in active if s.ready]:
@@ -429,10 +428,9 @@ class SpeculativeDecoder:
             sequence.opened.callback(sequence.drafter.close, sequence.draft_state)
         sequence.stats.prefill_seconds = self._clock() - started
 
-    def _read(self, reading: Sequence[Request], num_sequences: int) -> list[Request]:
+    def _read(self, active: Sequence[Request]) -> list[Request]:
         """Read on in prompts; those that have become ready for rounds."""
-        limits = [self._limit(sequence) for sequence in reading]
-        ready = self._reader.read(reading, limits, num_sequences)
+        ready = self._reader.read(active, [self._limit(sequence) for sequence in active])
         for sequence in ready:
             sequence.exact = len(sequence.cache)
         return ready

@@ -214,8 +214,9 @@ class Costs:
 
 
 def rounded(width: int) -> int:
-    """Wide forwards are told apart by a sixteenth of their width."""
-    return width >> (shift := max(0, width.bit_length() - 5)) << shift
+    """Forwards wider than one sequence makes them are told apart by an eighth of their width."""
+    shift = width.bit_length() - 4 if width >= 32 else 0
+    return width >> shift << shift
 
 
 def positive(seconds: float) -> float:

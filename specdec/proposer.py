@@ -46,23 +46,12 @@ class Proposer:
 
     def requests(self, active: Sequence[Request], limits: Sequence[int]) -> dict[int, DraftRequest]:
         """What to ask for, by the number of the sequence. Who lags far behind reads first."""
-        asked = [index for index, each in enumerate(active) if each.drafter is not None]
         requests: dict[int, DraftRequest] = {}
-        if not asked:
-            return requests
-        sequences = [active[index] for index in asked]
-        lags = [self.drafter.lag(each.draft_state, each.ids) for each in sequences]
-        counts = sequences[0].policy.together(
-            [each.policy for each in sequences],
-            [limits[index] for index in asked],
-            lags,
-            len(active),
-        )
-        for index, sequence, lag, count in zip(asked, sequences, lags, counts, strict=True):
-            if count > 0:
-                self._catch_up(sequence, lag)
-                go_on = sequence.policy.go_on if self._may_stop else None
-                requests[index] = self._request(sequence, count, go_on)
+        lags, planned = self._planned(active, limits)
+        for index, count in planned.items():
+            self._catch_up(active[index], lags[index])
+            go_on = active[index].policy.go_on if self._may_stop else None
+            requests[index] = self._request(active[index], count, go_on)
         return requests
 
     def propose(
@@ -87,25 +76,46 @@ class Proposer:
                 self.ask([self._request(sequence, count, None)])
                 self.drafter.commit(sequence.draft_state, sequence.ids)
 
-    def read_on(self, sequence: Request, limit: int, num_sequences: int, room: int) -> bool:
-        """Let the drafter read a part of the prompt; whether no more is to be read before drafts.
+    def read_on(
+        self, number: int, active: Sequence[Request], limits: Sequence[int], room: int
+    ) -> bool:
+        """Let the drafter read a part of a prompt; whether no more is to be read before drafts.
 
         Args:
-            sequence: One that the target has read.
-            limit: The most drafts that a round may check.
-            num_sequences: How many decode together.
+            number: Which sequence's, one that the target has read.
+            active: All that decode or read together: nothing is read that they won't draft for.
+            limits: The most drafts that a round of each may check.
             room: The most ids to read.
         """
+        sequence = active[number]
         lag = self.drafter.lag(sequence.draft_state, sequence.ids)
-        if lag < READ_TOKENS or sequence.policy.wanted(limit, lag, num_sequences) == 0:
+        if lag < READ_TOKENS or number not in self._planned(active, limits)[1]:
             return True
-        if 0 < lag * self._costs.read <= self._costs.verify(num_sequences):  # as of a lookup
+        if 0 < lag * self._costs.read <= self._costs.verify(len(active)):  # as of a lookup
             room = max(room, lag + 1)
         # A model reads one id more than it lags behind.
         ids = sequence.ids[: len(sequence.ids) - max(0, lag + 1 - room)]
         sequence.stats.prefill_seconds += self.read(sequence.draft_state, ids, min(lag, room))
         left = self.drafter.lag(sequence.draft_state, sequence.ids)
         return left < READ_TOKENS or left >= lag
+
+    def _planned(
+        self, active: Sequence[Request], limits: Sequence[int]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """By the number of the sequence, its lag and how many drafts it is to have, if any."""
+        asked = [index for index, each in enumerate(active) if each.drafter is not None]
+        sequences = [active[index] for index in asked]
+        lags = [self.drafter.lag(each.draft_state, each.ids) for each in sequences]
+        if not asked:
+            return {}, {}
+        counts = sequences[0].policy.together(
+            [each.policy for each in sequences],
+            [limits[index] for index in asked],
+            lags,
+            len(active),
+        )
+        planned = {index: count for index, count in zip(asked, counts, strict=True) if count > 0}
+        return dict(zip(asked, lags, strict=True)), planned
 
     def _request(
         self, sequence: Request, count: int, go_on: Callable[[float], bool] | None

@@ -38,28 +38,29 @@ class PromptReader:
         self._progress = progress
         self._alone = alone
 
-    def read(
-        self, reading: Sequence[Request], limits: Sequence[int], num_sequences: int
-    ) -> list[Request]:
-        """Read on, in one forward of each model.
+    def read(self, active: Sequence[Request], limits: Sequence[int]) -> list[Request]:
+        """Read on, in one forward of the target, in those of ``active`` that aren't ready.
 
         Args:
-            reading: Sequences that are not ready for rounds.
+            active: All that decode or read together.
             limits: The most drafts that a round of each may check.
-            num_sequences: How many decode or read together.
 
         Returns:
             Those that have become ready.
         """
-        room = CHUNK if self._alone or len(reading) == num_sequences else BESIDE
-        self._read_target(reading[:1] if self._alone else reading, room)
+        reading = [number for number, sequence in enumerate(active) if not sequence.ready]
+        room = CHUNK if self._alone or len(reading) == len(active) else BESIDE
+        self._read_target(
+            [active[number] for number in reading[: 1 if self._alone else None]], room
+        )
         ready = []
-        for sequence, limit in zip(reading, limits, strict=True):
+        for number in reading:
+            sequence = active[number]
             if len(sequence.cache) == len(sequence.ids) - 1:
                 sequence.ready = (
                     self._proposer is None
                     or sequence.drafter is None
-                    or self._proposer.read_on(sequence, limit, num_sequences, room)
+                    or self._proposer.read_on(number, active, limits, room)
                 )
                 if sequence.ready:
                     ready.append(sequence)
