@@ -34,6 +34,7 @@ ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
 NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
+CROWD = 0.04  # and so much more for every neighbour, who seldom drafts alike
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 PROBE_GAP = 4  # plain steps between them at least
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
@@ -430,7 +431,9 @@ class MeasuredLength(FixedLength):
             chances.append(list(accumulate(policy._rates[: min(limit, most)], operator.mul)))
         horizons = [min(limit + 1, MEMORY) for limit in limits]  # that catching up is good for
         extra = sum(policy._extra for policy in policies)
-        planned, rate = common_length(seconds, chances, extra / sum(horizons))
+        planned, rate = common_length(
+            seconds, chances, extra / sum(horizons), WORTH + CROWD * (num_sequences - 1)
+        )
         for policy, mine in zip(policies, chances, strict=True):
             if len(mine) == policy.num_draft_tokens:  # near the end even a good draft may not pay
                 policy._pays = planned > 0
@@ -537,7 +540,10 @@ class MeasuredLength(FixedLength):
 
 
 def common_length(
-    seconds: Sequence[float], chances: Sequence[Sequence[float]], reading: float
+    seconds: Sequence[float],
+    chances: Sequence[Sequence[float]],
+    reading: float,
+    worth: float = WORTH,
 ) -> tuple[int, float]:
     """How many drafts promise sequences that draft alike the most, and how much that is.
 
@@ -545,6 +551,7 @@ def common_length(
         seconds: Of a round, by its drafts.
         chances: Of each sequence's drafts to stand with all before them.
         reading: Seconds per token that drafting costs beside the rounds.
+        worth: Times the speed of plain decoding that drafts must promise.
 
     Returns:
         The number, 0 if plain decoding is about as good, and each sequence's tokens per second.
@@ -556,7 +563,7 @@ def common_length(
         for count, (taken, brought) in enumerate(zip(seconds, tokens, strict=True))
     ]
     best = max(range(len(rates)), key=rates.__getitem__)
-    return (best, rates[best]) if rates[best] > WORTH * rates[0] else (0, rates[0])
+    return (best, rates[best]) if rates[best] > worth * rates[0] else (0, rates[0])
 
 
 def worth_checking(chances: Sequence[float], price: float, reading: float) -> int:
