@@ -20,7 +20,7 @@ def main() -> None:
     model = embedded_gguf()
     decoder = SpeculativeDecoder(HFBackend(model, dtype="float32"), LlamaCppBackend(model))
     for number, result in decoder.as_completed(prompts(), max_batch=4):
-        print(f"{number}: {result.error or result.text!r} ({result.finish_reason})")
+        print(f"{number}: {result.error or repr(result.text)} ({result.finish_reason})")
 
 
 if __name__ == "__main__":
