@@ -104,10 +104,10 @@ class Proposer:
     ) -> tuple[dict[int, int], dict[int, int]]:
         """By the number of the sequence, its lag and how many drafts it is to have, if any."""
         asked = [index for index, each in enumerate(active) if each.drafter is not None]
-        sequences = [active[index] for index in asked]
-        lags = [self.drafter.lag(each.draft_state, each.ids) for each in sequences]
         if not asked:
             return {}, {}
+        sequences = [active[index] for index in asked]
+        lags = [self.drafter.lag(each.draft_state, each.ids) for each in sequences]
         counts = sequences[0].policy.together(
             [each.policy for each in sequences],
             [limits[index] for index in asked],

@@ -302,8 +302,9 @@ def test_whatever_line_is_interrupted_no_cache_stays_open(num_draft_tokens: int)
     """By a clock that raises: it is asked between all steps."""
     target = TableBackend.random(6, seed=3)
     for stop in range(60):
+        countdown = iter(range(stop))
 
-        def clock(ticks: Iterator[int] = iter(range(stop))) -> float:  # noqa: B008
+        def clock(ticks: Iterator[int] = countdown) -> float:
             try:
                 return float(next(ticks))
             except StopIteration:

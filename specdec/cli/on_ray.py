@@ -55,6 +55,7 @@ def results(
 
     Raises:
         MissingRuntimeError: Ray isn't installed.
+        RuntimeError: An actor failed in a way that Ray can't mend, such as a model that isn't there.
     """
     try:
         import ray
