@@ -55,7 +55,7 @@ def results(
 
     Raises:
         MissingRuntimeError: Ray isn't installed.
-        RuntimeError: An actor failed in a way that Ray can't mend, such as a model that isn't there.
+        RuntimeError: An actor failed as Ray can't mend, over a model that isn't there, say.
     """
     try:
         import ray
