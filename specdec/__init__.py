@@ -14,7 +14,7 @@
 
 from specdec.backend import Cache, Logits, ModelBackend, Span
 from specdec.composite import CompositeDrafter
-from specdec.decoder import SpeculativeDecoder, TokenStream
+from specdec.decoder import SpeculativeDecoder
 from specdec.drafters import Draft, Drafter, DraftRequest, ModelDrafter
 from specdec.errors import (
     BackendError,
@@ -40,6 +40,7 @@ from specdec.request import (
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
 from specdec.stopping import FinishReason, TokenEvent, TokenLogprobs
+from specdec.stream import TokenStream
 from specdec.suffix import SuffixDrafter
 from specdec.translate import TranslatingDrafter
 from specdec.verify import verify_drafts

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from specdec.backend import ModelBackend, Span
-from specdec.policy import Costs
+from specdec.costs import Costs
 from specdec.request import Request
 
 __all__ = ["SECONDS", "calibrate"]

@@ -11,29 +11,21 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from specdec.costs import READ_TOKENS, Costs
 from specdec.drafters import Draft, Drafter, DraftRequest
-from specdec.lookup import PromptLookupDrafter
 from specdec.policy import (
     CONFIDENCE_WEIGHT,
     CONFIDENCES,
-    READ_TOKENS,
     WORTH,
     Acceptance,
-    Costs,
     FixedLength,
     MeasuredLength,
     believed,
 )
 from specdec.proposer import Proposer
 from specdec.reuse import common_prefix
-from specdec.suffix import SuffixDrafter
 
-__all__ = ["LOOKUPS", "CompositeDrafter", "MixedLength", "Source", "named_lookups"]
-
-LOOKUPS: dict[str, type[PromptLookupDrafter | SuffixDrafter]] = {
-    "lookup": PromptLookupDrafter,
-    "suffix": SuffixDrafter,
-}
+__all__ = ["CompositeDrafter", "MixedLength", "Source"]
 
 EXPLORE = 64  # rounds in which a model was passed over, after which it gets one
 
@@ -444,22 +436,3 @@ class CompositeDrafter(Drafter):
         with ExitStack() as stack:
             for drafter in self.drafters:
                 stack.callback(drafter.clear)
-
-
-def named_lookups(name: str) -> tuple[list[Drafter], str | None]:
-    """The lookups that a name begins with, and the rest of it if there is one.
-
-    ``"suffix"`` and ``"lookup"`` are alone; ``"suffix+self"`` and so on go with a model.
-
-    Raises:
-        ValueError: Nothing follows a plus.
-    """
-    lookups: list[Drafter] = []
-    rest: str | None = name
-    while rest is not None and (first := rest.partition("+")[0]) in LOOKUPS:
-        lookups.append(LOOKUPS[first]())
-        _, plus, rest = rest.partition("+")
-        if plus and not rest:
-            raise ValueError(f"{name!r} ends with a plus: name a model behind it, or leave it out")
-        rest = rest or None
-    return lookups, rest

@@ -3,18 +3,20 @@
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import islice
-from threading import RLock
 from time import perf_counter
 from typing import Literal, Unpack, get_args
 
 from specdec import calibration
 from specdec.backend import ModelBackend, Span, crop_to, num_replayed
-from specdec.composite import LOOKUPS, CompositeDrafter, Source, named_lookups
-from specdec.drafters import Draft, Drafter, named_draft
+from specdec.composite import CompositeDrafter, Source
+from specdec.costs import Costs
+from specdec.drafters import Draft, Drafter
 from specdec.errors import BackendError
-from specdec.policy import Costs, FixedLength, MeasuredLength
+from specdec.named import drafter_for, what_lacks
+from specdec.policy import FixedLength, MeasuredLength
 from specdec.prefill import OnPrefill
 from specdec.proposer import Proposer
 from specdec.reading import PromptReader
@@ -25,6 +27,7 @@ from specdec.request import (
     GenerationResult,
     Request,
     Verification,
+    as_items,
     at_least,
     failed_request,
     new_request,
@@ -32,47 +35,14 @@ from specdec.request import (
 from specdec.reuse import KeptCaches
 from specdec.sampling import SamplingParams
 from specdec.stopping import TokenEvent
+from specdec.stream import TokenStream
 from specdec.strict import StrictChoices
-from specdec.translate import model_drafter
+from specdec.turns import Turns
 from specdec.vocab import Prompt
 
-__all__ = ["SpeculativeDecoder", "TokenStream"]
+__all__ = ["SpeculativeDecoder"]
 
 CALIBRATION_TOKENS = 32  # shorter texts aren't worth it
-
-
-class TokenStream(Iterator[TokenEvent]):
-    """The tokens of one generation as they come. Closing it early leaves the decoder as new.
-
-    Attributes:
-        result: The whole generation, once the last event is out; None before.
-    """
-
-    def __init__(self, events: Generator[TokenEvent, None, GenerationResult]) -> None:
-        self.result: GenerationResult | None = None
-        self._events = events
-
-    def __next__(self) -> TokenEvent:
-        try:
-            return next(self._events)
-        except StopIteration as end:
-            self.result = self.result or end.value
-            raise
-
-    def collect(self) -> GenerationResult:
-        """Decode what is left; the whole generation.
-
-        Raises:
-            RuntimeError: The stream was closed early.
-        """
-        deque(self, maxlen=0)
-        if self.result is None:
-            raise RuntimeError("the stream was closed before its end: start another one")
-        return self.result
-
-    def close(self) -> None:
-        """Stop decoding."""
-        self._events.close()
 
 
 class SpeculativeDecoder:
@@ -126,15 +96,11 @@ class SpeculativeDecoder:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         if not isinstance(target, ModelBackend):
-            raise TypeError(f"target must be a ModelBackend, but {_what_lacks(target)}")
+            raise TypeError(f"target must be a ModelBackend, but {what_lacks(target)}")
         at_least(0, keep_caches=keep_caches)
         drafter: Drafter | None = None
         if draft is not None:
-            several = list(draft) if isinstance(draft, list | tuple) else [draft]
-            drafters = [each for one in several for each in _drafters(target, one, keep_caches)]
-            # A lookup costs nothing to ask: a composite does in every round, and takes what pays.
-            alone = len(drafters) == 1 and not isinstance(drafters[0], tuple(LOOKUPS.values()))
-            drafter = drafters[0] if alone else CompositeDrafter(drafters)
+            drafter = drafter_for(target, draft, keep_caches=keep_caches)
         self.target = target
         self.drafter = drafter
         self.num_draft_tokens: int | Literal["auto"] = "auto"
@@ -174,9 +140,7 @@ class SpeculativeDecoder:
             self._kept.forward, self._proposer, clock, progress, alone=strict
         )
         self._clock = clock
-        self._lock = RLock()
-        self._depth = 0  # how often the thread whose turn it is has entered
-        self._left = deque[Request]()  # of streams that were closed early
+        self._turns = Turns()
         self._num_tokens = target.vocab.num_tokens
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationResult:
@@ -351,7 +315,7 @@ class SpeculativeDecoder:
         for width in widths or ():
             at_least(1, widths=width)
         request = self._request(prompt)
-        with self._turn():
+        with self._turns.take():
             try:
                 self._open(request)
                 while not request.ready:
@@ -394,7 +358,7 @@ class SpeculativeDecoder:
         active: list[Request] = []
         try:
             while joining := [*active, *islice(waiting, max_batch - len(active))]:
-                with self._turn():
+                with self._turns.take():
                     for sequence in joining[len(active) :]:
                         if sequence.output.finish_reason is None:
                             active.append(sequence)
@@ -408,9 +372,8 @@ class SpeculativeDecoder:
                     active = [s for s in active if s.output.finish_reason is None]
                 yield [s for s in joining if s.output.finish_reason]
         except GeneratorExit:  # between rounds, so the caches are as they should be
-            self._left.extend(active)
-            active = []
-            self._settle()
+            left, active = active, []
+            self._turns.put_off(partial(self._keep_left, sequence) for sequence in left)
             raise
         finally:
             self._close(active)
@@ -435,48 +398,20 @@ class SpeculativeDecoder:
             sequence.exact = len(sequence.cache)
         return ready
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The decoder is one thread's; and what streams that ended meanwhile have left is kept."""
-        with self._lock:
-            self._keep_left()
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-        self._settle()  # what was left in this turn
+    def _keep_left(self, sequence: Request) -> None:
+        """Keep the caches of a stream that was closed early.
 
-    def _settle(self) -> None:
-        """Keep what streams have left, if that is possible at once.
-
-        The garbage collector ends forgotten streams at any moment, in any thread, perhaps in the
-        middle of a round or of a backend's own work: waiting would be a deadlock.
+        That may be in another call's turn, and a fault isn't that call's.
         """
-        while self._left and self._depth == 0 and self._lock.acquire(blocking=False):
-            try:
-                self._keep_left()
-            finally:
-                self._lock.release()
-
-    def _keep_left(self) -> None:
-        """Unless in the middle of a turn; a fault isn't one of the call whose turn it is."""
-        if self._depth > 0:
-            return
-        self._depth += 1
         try:
-            while self._left:
-                try:
-                    self._keep([self._left.popleft()])
-                except BackendError as error:
-                    warnings.warn(
-                        f"what a closed stream has left could not be kept: {error}; a text that "
-                        "goes on from it is read anew",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-        finally:
-            self._depth -= 1
+            self._keep([sequence])
+        except BackendError as error:
+            warnings.warn(
+                f"what a closed stream has left could not be kept: {error}; a text that goes on "
+                "from it is read anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _keep(self, sequences: Sequence[Request]) -> None:
         with ExitStack() as stack:  # closes all, whichever raises
@@ -492,13 +427,13 @@ class SpeculativeDecoder:
     def _close(self, sequences: Sequence[Request]) -> None:
         if not sequences:  # as after a stream that the garbage collector ended
             return
-        with self._turn(), ExitStack() as stack:
+        with self._turns.take(), ExitStack() as stack:
             for sequence in sequences:
                 stack.callback(sequence.opened.close)
 
     def clear(self) -> None:
         """Give back the caches that are kept of earlier texts."""
-        with self._turn():
+        with self._turns.take():
             self._kept.clear()
             if self.drafter is not None:
                 self.drafter.clear()
@@ -553,37 +488,3 @@ class SpeculativeDecoder:
                 host=(committed - verified) / len(active),
                 rollback=(rolled_back - committed) / len(active),
             )
-
-
-def as_items(prompts: Iterable[Prompt | BatchItem]) -> Iterator[BatchItem]:
-    """Every prompt with its own options."""
-    if isinstance(prompts, str):
-        raise TypeError("prompts is one text: give a list of prompts, or call generate")
-    return (each if isinstance(each, BatchItem) else BatchItem(each) for each in prompts)
-
-
-def _drafters(target: ModelBackend, draft: object, keep_caches: int) -> list[Drafter]:
-    """What was given as a draft, made one or several."""
-    lookups: list[Drafter] = []
-    if isinstance(draft, str):
-        lookups, name = named_lookups(draft)
-        if name is None:
-            return lookups
-        draft = named_draft(target, name)
-    if isinstance(draft, ModelBackend):
-        return [*lookups, model_drafter(draft, target.vocab, keep_caches=keep_caches)]
-    if isinstance(draft, type) or not isinstance(draft, Drafter):
-        raise TypeError(
-            'draft must be "self", "lookup", "suffix", a backend, a Drafter or a list of them, '
-            f"but {_what_lacks(draft)}"
-        )
-    return [draft]
-
-
-def _what_lacks(thing: object) -> str:
-    """Which members of a backend an object doesn't have, for a message."""
-    if isinstance(thing, type):
-        return f"{thing.__name__} is a class: make an instance of it"
-    members = ("vocab", "max_context", "new_cache", "forward", "crop", "info")
-    lacking = [member for member in members if not hasattr(thing, member)]
-    return f"{type(thing).__name__} has no {', '.join(lacking)}"

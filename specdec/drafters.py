@@ -16,7 +16,7 @@ from specdec.sampling import Sampler
 from specdec.verify import masked, probability
 from specdec.vocab import Vocabulary, odd_special, shared_ids
 
-__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "goes_on", "named_draft"]
+__all__ = ["Draft", "DraftRequest", "Drafter", "ModelDrafter", "goes_on"]
 
 
 class DraftRequest(NamedTuple):
@@ -215,28 +215,3 @@ class ModelDrafter(Drafter):
 def goes_on(request: DraftRequest, row: Logits, token: int) -> bool:
     """Whether to draft on after ``token``, by the draft's row ``(width,)`` that it is of."""
     return request.go_on is None or request.go_on(probability(row, token))
-
-
-def named_draft(target: ModelBackend, name: str, **options: Any) -> ModelBackend:
-    """The draft called ``"self"``, or ``"self:q8_0"`` and so on for another quantisation.
-
-    ``options`` are for the target's backend, which makes it.
-
-    Raises:
-        ValueError: No draft is called so, or the target's backend can't make one of itself.
-    """
-    kind, colon, quantization = name.partition(":")
-    if kind != "self" or (colon and not quantization):
-        raise ValueError(
-            f'no draft is called {name!r}: give "self", "self:q8_0" or the like, "lookup", '
-            '"suffix", a backend, or several in a list, such as '
-            '["suffix", LlamaCppBackend("small.gguf")]'
-        )
-    make = getattr(target, "self_draft", None)  # what a backend has that can copy its own model
-    if make is None:
-        raise ValueError(
-            f"{type(target).__name__} can't make a draft of itself: give a smaller model of the "
-            "same vocabulary"
-        )
-    draft: ModelBackend = make(*[quantization] * bool(quantization), **options)
-    return draft

@@ -4,8 +4,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from specdec.costs import READ_TOKENS, Costs
 from specdec.drafters import Draft, Drafter, DraftRequest
-from specdec.policy import READ_TOKENS, Costs
 from specdec.request import Request
 
 __all__ = ["Proposer"]

@@ -1,7 +1,7 @@
 """What is asked of a generation, checked; its state in the loop; and what comes out."""
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
@@ -23,6 +23,7 @@ __all__ = [
     "GenerationResult",
     "Request",
     "Verification",
+    "as_items",
     "at_least",
     "failed_request",
     "new_request",
@@ -242,6 +243,13 @@ def new_request(
     if logprobs is not None:
         at_least(0, logprobs=logprobs)
     return Request(ids, output, Stats(prompt_tokens=len(ids)), sampler, logprobs)
+
+
+def as_items(prompts: Iterable[Prompt | BatchItem]) -> Iterator[BatchItem]:
+    """Every prompt with its own options."""
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: give a list of prompts, or call generate")
+    return (each if isinstance(each, BatchItem) else BatchItem(each) for each in prompts)
 
 
 def at_least(limit: int, **named: int) -> int:

@@ -18,7 +18,7 @@ from specdec import (
     SpeculativeDecoder,
     SuffixDrafter,
 )
-from specdec.composite import LOOKUPS, named_lookups
+from specdec.named import LOOKUPS, named_lookups
 from specdec.rejection import RatioSampler, rejection_plan
 from specdec.testing import TableBackend, VirtualClock
 

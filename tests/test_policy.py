@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import Draft, Drafter, DraftRequest, SamplingParams, SpeculativeDecoder
-from specdec.policy import Acceptance, Costs, MeasuredLength, best_length, break_even
+from specdec.costs import Costs
+from specdec.policy import Acceptance, MeasuredLength, best_length, break_even
 from specdec.request import Verification
 from specdec.testing import TableBackend, VirtualClock
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from specdec import Draft, Drafter, DraftRequest, ModelDrafter, SamplingParams, SpeculativeDecoder
 from specdec.backend import Cache, Logits, Span
-from specdec.decoder import TokenStream
 from specdec.errors import CropError, RuntimeFailure
 from specdec.reuse import KeptCaches, common_prefix
+from specdec.stream import TokenStream
 from specdec.testing import TableBackend
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

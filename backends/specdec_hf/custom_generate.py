@@ -33,11 +33,12 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.backend import Logits, ModelBackend
-from specdec.decoder import SpeculativeDecoder, TokenStream
+from specdec.decoder import SpeculativeDecoder
 from specdec.drafters import Drafter
 from specdec.request import BatchOptions
 from specdec.sampling import Processor, SamplingParams
 from specdec.stats import Stats
+from specdec.stream import TokenStream
 from specdec.vocab import Vocabulary
 from specdec_hf.backend import HFBackend
 from specdec_hf.tokens import logits_width, vocabulary

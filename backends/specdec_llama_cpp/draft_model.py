@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from specdec.backend import ModelBackend
-from specdec.composite import CompositeDrafter, named_lookups
+from specdec.composite import CompositeDrafter
+from specdec.costs import READ_TOKENS, Costs
 from specdec.drafters import Drafter, DraftRequest
-from specdec.policy import READ_TOKENS, Costs
+from specdec.named import named_lookups
 from specdec.proposer import Proposer
 from specdec.request import at_least
 from specdec.reuse import common_prefix

@@ -17,7 +17,7 @@ from specdec.cli.as_json import print_json
 from specdec.cli.console import EarlyEnd, err, out
 from specdec.cli.models import open_pair
 from specdec.cli.options import AsJson, ModelOptions, command
-from specdec.composite import named_lookups
+from specdec.named import named_lookups
 from specdec.report import ModelFacts, PairCosts, PairReport, counted, examine
 
 __all__ = ["check"]

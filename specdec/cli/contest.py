@@ -9,8 +9,8 @@ from time import perf_counter
 from typing import TypeAlias
 
 from specdec.cli.cases import Case
+from specdec.costs import Costs
 from specdec.decoder import SpeculativeDecoder
-from specdec.policy import Costs
 from specdec.stats import Stats
 
 __all__ = [

@@ -18,9 +18,10 @@ from specdec.cli.options import (
     as_num_draft_tokens,
     command,
 )
-from specdec.decoder import SpeculativeDecoder, TokenStream
+from specdec.decoder import SpeculativeDecoder
 from specdec.policy import TELLING
 from specdec.request import GenerationResult, Verification, at_least
+from specdec.stream import TokenStream
 from specdec.vocab import Prompt
 
 __all__ = ["generate"]

@@ -9,9 +9,9 @@ from specdec.backend import ModelBackend
 from specdec.backends import load_backend
 from specdec.cli.console import err
 from specdec.cli.options import ModelOptions, Options
-from specdec.composite import CompositeDrafter, named_lookups
-from specdec.drafters import named_draft
+from specdec.composite import CompositeDrafter
 from specdec.embedded import embedded_gguf
+from specdec.named import named_draft, named_lookups
 from specdec.translate import model_drafter
 
 __all__ = ["Quantization", "open_model", "open_pair"]
