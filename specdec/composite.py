@@ -59,8 +59,8 @@ class MemberCosts(Costs):
         return self._whole.rest(drafting=drafting)
 
     @override
-    def verify(self, width: int) -> float:
-        return self._whole.verify(width)
+    def verify(self, width: int, *, hopeful: bool = True) -> float:
+        return self._whole.verify(width, hopeful=hopeful)
 
 
 class Frequencies(Acceptance):

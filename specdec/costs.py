@@ -141,13 +141,13 @@ class Costs:
         """One token that the drafter has to catch up with."""
         return median(self._read) if self._read else 0.0
 
-    def verify(self, width: int) -> float:
+    def verify(self, width: int, *, hopeful: bool = True) -> float:
         """A target forward over ``width`` tokens.
 
-        Optimistic where little is known, so that what may be good is tried: a width that was never
-        measured costs what the next smaller one does, and a width that was measured once or twice
-        no more than a line between its neighbours. Widths beyond all that were measured lie on a
-        line with the first and the last.
+        A width that was never measured costs what the next smaller one does, so that what may be
+        good is tried, or else, if not ``hopeful``, lies on a line between its neighbours. One that
+        was measured once or twice costs no more than that line. Widths beyond all that were
+        measured lie on a line with the first and the last.
         """
         widths, width = self._widths, rounded(width)
         if not widths:
@@ -165,16 +165,23 @@ class Costs:
             return most + slope * (width - last)
         (left, low), (right, high) = below[-1], above[0]
         line = low + (high - low) * (width - left) / (right - left)
-        return min(line, widths[at][1] if here else low)
+        if here:
+            return min(line, widths[at][1])
+        return low if hopeful else line
 
-    def rounds(self, max_draft_tokens: int, num_sequences: int = 1) -> list[float]:
-        """Whole rounds of 0, 1, ... drafts, of sequences that draft alike."""
+    def rounds(
+        self, max_draft_tokens: int, num_sequences: int = 1, num_drafting: int | None = None
+    ) -> list[float]:
+        """Whole rounds in which some of the sequences, else all, get 0, 1, ... drafts each."""
+        drafting = num_sequences if num_drafting is None else num_drafting
         plain, rest = self.verify(num_sequences), self.rest(drafting=True)
         seconds = [plain + self.rest(drafting=False)]
+        hopeful = num_sequences == 1  # many widths, and many wait for what doesn't pay
         for count in range(1, max_draft_tokens + 1):
             # A wider forward is never cheaper, only noise is.
-            checking = max(plain, self.verify(num_sequences * (count + 1)))
-            seconds.append(self.drafts(count, num_sequences) + checking + rest)
+            width = num_sequences + drafting * count
+            checking = max(plain, self.verify(width, hopeful=hopeful))
+            seconds.append(self.drafts(count, drafting) + checking + rest)
         return seconds
 
     def round(self, num_drafts: int) -> float:

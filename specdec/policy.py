@@ -10,11 +10,11 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from specdec.costs import Costs
+from specdec.costs import READ_TOKENS, Costs
 
 __all__ = [
     "TELLING",
@@ -33,7 +33,7 @@ ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
 NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
-CROWD = 0.04  # and so much more for every neighbour, who seldom drafts alike
+CROWD = 0.03 - 0.3  # and so much more for every neighbour, who seldom drafts alike
 PROBE_GAP = 4  # plain steps at least between drafts that aren't expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
@@ -180,14 +180,15 @@ class MeasuredLength(FixedLength):
         self.acceptance = Acceptance(max_draft_tokens)
         self._planned = 0
         self._pays = True
-        self._rate = 0.0  # tokens per second to keep up with
+        self._rate = 0.0  # tokens per second that each who drafts has to keep up with
         self._confidences: list[float] = []
         self._extra = 0.0  # seconds of the round before its first draft
         self._probing = False
         self._given_up = 0  # drafts, when none was kept
         self._plain_ct = 0  # steps since the last draft
         self._num_compared = 0  # drafts
-        self._num_sequences = 1
+        self._num_drafting = 1  # sequences, this one included
+        self._beside = 0  # drafts of the others, for which this one waits
         self._expected_tokens = self._expected_steps = 0.0
         self._rates: list[float] = []  # of standing, by position
         self._seconds: list[float] = []  # of a round, by its drafts
@@ -215,45 +216,52 @@ class MeasuredLength(FixedLength):
     ) -> list[int]:
         """What ``wanted`` says for each of some sequences that share the costs of a round.
 
-        Nobody drafts where that doesn't pay for all of them, and where it does, each so many up to
-        the common number as are worth their places in the target's forward.
+        All draft, or all but those who would have to read much first, or nobody: whatever promises
+        most. Who drafts does so up to a common number, and to what is worth its places in the
+        target's forward.
         """
         costs, number = policies[0].costs, len(policies)
-        most = min(max(limits), policies[0].num_draft_tokens)
-        seconds = costs.rounds(most, num_sequences)
         tallies = [policy.acceptance.tally for policy in policies]
         tried, stood = map(sum, zip(*tallies, strict=True))
-        chances = []
+        chances: list[Sequence[float]] = []
+        reading: list[float] = []  # seconds, before the first draft
         for policy, limit, lag, own in zip(policies, limits, lags, tallies, strict=True):
             policy._rates = policy.acceptance.by_position((tried - own[0], stood - own[1]))
-            policy._seconds, policy._confidences, policy._given_up = seconds, [], 0
-            policy._num_sequences = num_sequences
-            policy._extra = lag * costs.read * num_sequences  # the others wait, or read likewise
-            chances.append(list(accumulate(policy._rates[: min(limit, most)], operator.mul)))
-        horizons = [min(limit + 1, MEMORY) for limit in limits]  # that catching up is good for
-        extra = sum(policy._extra for policy in policies)
-        planned, rate = common_length(
-            seconds, chances, extra / sum(horizons), WORTH + CROWD * (num_sequences - 1)
-        )
-        for policy, mine in zip(policies, chances, strict=True):
-            if len(mine) == policy.num_draft_tokens:  # near the end even a good draft may not pay
-                policy._pays = planned > 0
-        probing = False
-        if most > 0 and costs.is_plain_stale(num_sequences):
+            chances.append(list(accumulate(policy._rates[:limit], operator.mul)))
+            reading.append(lag * costs.read * num_sequences / number)
+        # Tokens that having read is good for: until the first of them ends, and things change.
+        until = 2 / (num_sequences + 1)
+        horizons = [min((limit + 1) * until, MEMORY) for limit in limits]
+        plans = [plan_round(costs, chances, reading, horizons, num_sequences)]
+        late = [lag >= READ_TOKENS for lag in lags]
+        if any(late) and not all(late):
+            read = [() if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
+            plans.insert(0, plan_round(costs, read, reading, horizons, num_sequences))
+        plan = max(plans, key=lambda plan: (plan.num_drafts > 0, plan.rate))
+        planned, seconds, probing = plan.num_drafts, plan.seconds, False
+        if costs.is_plain_stale(num_sequences):
             planned = 0
-        elif most > 0 and planned == 0:
-            cheapest = min(range(1, most + 1), key=seconds.__getitem__)
-            loss = (seconds[cheapest] + extra / number) / seconds[0] - 1
-            rested = max(policy._plain_ct for policy in policies) >= PROBE_GAP
+        elif planned == 0 and len(seconds) > 1:
+            planned = min(range(1, len(seconds)), key=seconds.__getitem__)
+            loss = (seconds[planned] + plan.reading) / seconds[0] - 1
+            drafters = (p for p, mine in zip(policies, plan.chances, strict=True) if mine)
+            rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
-            planned = cheapest if probing else 0
-        checking = seconds[planned] - costs.drafts(planned, num_sequences) - seconds[0]
-        for policy, mine, horizon in zip(policies, chances, horizons, strict=True):
-            policy._rate, policy._probing = rate, probing
-            policy._planned = min(planned, len(mine))
-            if number > 1 and planned and not probing:
-                reading = rate * policy._extra / horizon
-                policy._planned = worth_checking(mine[:planned], rate * checking / planned, reading)
+            planned *= probing
+        checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
+        for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
+            if len(chances[index]) == policy.num_draft_tokens:  # else the end of the text is near
+                policy._pays = plan.num_drafts > 0 and len(mine) > 0
+            policy._seconds, policy._num_drafting = seconds, plan.num_drafting
+            policy._rate, policy._extra = plan.rate / plan.num_drafting, plan.reading
+            policy._confidences, policy._given_up, policy._probing = [], 0, probing
+            policy._planned, policy._beside = min(planned, len(mine)), planned * (number > 1)
+            if number > 1 and policy._planned and not probing:
+                policy._planned = worth_checking(
+                    mine[:planned],
+                    policy._rate * checking / planned,
+                    plan.rate * reading[index] / horizons[index],
+                )
         return [policy._planned for policy in policies]
 
     @property
@@ -283,7 +291,7 @@ class MeasuredLength(FixedLength):
         plain = self._seconds[0]
         for count, chance in enumerate(self._chances(num_proposed), 1):
             tokens += chance
-            checking = self._seconds[count] - self.costs.drafts(count, self._num_sequences) - plain
+            checking = self._seconds[count] - self.costs.drafts(count, self._num_drafting) - plain
             if tokens - self._rate * checking > best:
                 best, kept = tokens - self._rate * checking, count
         self._given_up = 0 if kept else num_proposed
@@ -293,14 +301,15 @@ class MeasuredLength(FixedLength):
         """Enter what became of the round's drafts; that none came is as bad as a wrong one."""
         self._num_compared += min(num_proposed, num_correct + 1)
         if self._given_up:
-            drafting = self.costs.drafts(self._given_up, self._num_sequences) + self._extra
+            drafting = self.costs.drafts(self._given_up, self._num_drafting) + self._extra
             steps = 1 + drafting / self._seconds[0]
             self.acceptance.expect(*self._chances(1))
             chances = []
         else:
             num_proposed = max(num_proposed, min(self._planned, 1))
-            extra = self._extra * bool(num_proposed)
-            steps = (self._seconds[num_proposed] + extra) / self._seconds[0]
+            longest = max(num_proposed, self._beside)
+            extra = self._extra * bool(longest)
+            steps = (self._seconds[longest] + extra) / self._seconds[0]
             chances = self._chances(num_proposed)
             self.acceptance.observe(self._confidences, num_proposed, num_correct)
         self._plain_ct = 0 if self._planned else self._plain_ct + 1
@@ -340,31 +349,58 @@ class MeasuredLength(FixedLength):
         )
 
 
-def common_length(
-    seconds: Sequence[float],
+class RoundPlan(NamedTuple):
+    """What sequences that decode together had best draft.
+
+    Attributes:
+        num_drafts: How many tokens each; 0 if plain decoding is about as good.
+        rate: Tokens per second of all that promises.
+        seconds: Of a round, by the drafts of each.
+        num_drafting: How many sequences draft.
+        reading: Seconds that they need before.
+        chances: Of each sequence's drafts to stand with all before them.
+    """
+
+    num_drafts: int
+    rate: float
+    seconds: list[float]
+    num_drafting: int
+    reading: float
+    chances: Sequence[Sequence[float]]
+
+
+def plan_round(
+    costs: Costs,
     chances: Sequence[Sequence[float]],
-    reading: float,
-    worth: float = WORTH,
-) -> tuple[int, float]:
-    """How many drafts promise sequences that draft alike the most, and how much that is.
+    reading: Sequence[float],
+    horizons: Sequence[float],
+    num_sequences: int,
+) -> RoundPlan:
+    """The common number of drafts that promises the most tokens per second.
 
     Args:
-        seconds: Of a round, by its drafts.
-        chances: Of each sequence's drafts to stand with all before them.
-        reading: Seconds per token that drafting costs beside the rounds.
-        worth: Times the speed of plain decoding that drafts must promise.
-
-    Returns:
-        The number, 0 if plain decoding is about as good, and each sequence's tokens per second.
+        costs: Of their pair.
+        chances: Of each sequence's drafts to stand with all before them; none if it can't draft.
+        reading: Seconds that each needs before its first draft.
+        horizons: Tokens for which having read is of use.
+        num_sequences: How many decode together; more than are given are like these.
     """
-    stood = [sum(each) / len(chances) for each in zip_longest(*chances, fillvalue=0.0)]
-    tokens = accumulate(stood, initial=1.0)
+    number = len(chances)
+    drafting = max(1, num_sequences * sum(map(bool, chances)) // number)
+    seconds = costs.rounds(max(map(len, chances)), num_sequences, drafting)
+    stood = [sum(each) / number for each in zip_longest(*chances, fillvalue=0.0)]
+    to_read = sum(each for each, mine in zip(reading, chances, strict=True) if mine)
+    per_token = to_read * number / sum(horizons)
     rates = [
-        1 / (taken / brought + (reading if count else 0.0))
-        for count, (taken, brought) in enumerate(zip(seconds, tokens, strict=True))
+        num_sequences / (taken / brought + (per_token if count else 0.0))
+        for count, (taken, brought) in enumerate(
+            zip(seconds, accumulate(stood, initial=1.0), strict=True)
+        )
     ]
     best = max(range(len(rates)), key=rates.__getitem__)
-    return (best, rates[best]) if rates[best] > worth * rates[0] else (0, rates[0])
+    if rates[best] <= (WORTH + CROWD * (num_sequences - 1)) * rates[0]:
+        best = 0
+    return RoundPlan(best, rates[best], seconds, drafting, to_read, chances)
 
 
 def worth_checking(chances: Sequence[float], price: float, reading: float) -> int:

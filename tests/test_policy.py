@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -286,6 +287,46 @@ def test_reading_a_prompt_for_few_tokens_doesnt_pay() -> None:
     assert not any(MeasuredLength.together(policies, [9] * 4, [300] * 4, 4))
     newcomer = MeasuredLength.together(policies, [200, 200, 200, 9], [0, 0, 0, 300], 4)
     assert newcomer == [8, 8, 8, 0]
+
+
+def test_who_has_read_drafts_without_the_others() -> None:
+    known = costs(0.05, *[1.0] * 72)
+    known.count_read(300.0, 100)
+    policies = [seen(known, 8, 8) for _ in range(2)]
+    assert MeasuredLength.together(policies, [60, 60], [300, 300], 2) == [0, 0]
+    assert MeasuredLength.together(policies, [60, 60], [0, 300], 2) == [8, 0]
+    assert MeasuredLength.together(policies, [60, 60], [0, 0], 2) == [8, 8]
+
+
+def test_a_neighbour_that_never_drafts_makes_no_probe_come_sooner_or_cheaper() -> None:
+    known = costs(0.9, *[1.0] * 72)
+    known.count_read(300.0, 100)
+    drafting, waiting = policies = [seen(known, 8, 4), seen(known, 8, 4)]
+    known.count_tokens(500, 0.0)
+    rounds = []
+    for _ in range(60):
+        counts = MeasuredLength.together(policies, [60, 60], [0, 300], 2)
+        for policy, count in zip(policies, counts, strict=True):
+            policy.observe(count, count)
+        rounds.append(counts[0])
+        assert counts[1] == 0
+    probes = [number for number, count in enumerate(rounds) if count]
+    assert probes
+    assert all(later - sooner > 4 for sooner, later in pairwise(probes))
+    assert waiting.predicted_speedup is not None
+    assert drafting.predicted_speedup is not None
+    assert waiting.predicted_speedup < drafting.predicted_speedup
+    assert waiting.predicted_speedup < 1
+
+
+def test_several_hope_for_nothing_of_a_width_that_was_never_measured() -> None:
+    known = costs(0.1, 1.0, 1.0)
+    known.count_verify(9, 9.0)
+    assert known.verify(5) == 1.0
+    assert known.verify(5, hopeful=False) == pytest.approx(1.0 + 8.0 * 3 / 7)
+    one, two = known.rounds(4), known.rounds(2, 2)
+    assert one[4] < one[0] + 1
+    assert two[2] > two[0] + 4
 
 
 def test_a_batch_that_never_took_a_lone_step_goes_on_drafting() -> None:
