@@ -47,6 +47,10 @@ class MemberCosts(Costs):
         return self._whole.is_plain_stale(num_sequences)
 
     @override
+    def reading(self, num_tokens: int) -> float:
+        return num_tokens * self.read  # unknown is free: a member gets its try anyway
+
+    @override
     def count_tokens(self, num_tokens: int, lost: float) -> None:
         self._whole.count_tokens(num_tokens, lost)
 

@@ -138,16 +138,27 @@ class Costs:
 
     @property
     def read(self) -> float:
-        """One token that the drafter has to catch up with."""
+        """One token that the drafter has to catch up with; 0 until it was measured."""
         return median(self._read) if self._read else 0.0
+
+    def reading(self, num_tokens: int) -> float:
+        """The drafter's catching up with so many tokens.
+
+        Until that was measured, each takes as much less than a draft as one of many does in the
+        target.
+        """
+        if self._read or num_tokens == 0:
+            return num_tokens * self.read
+        among_many = (self.verify(1024) - self.verify(512)) / 512
+        return num_tokens * self.draft * among_many / self.verify(1)
 
     def verify(self, width: int, *, hopeful: bool = True) -> float:
         """A target forward over ``width`` tokens.
 
         A width that was never measured costs what the next smaller one does, so that what may be
-        good is tried, or else, if not ``hopeful``, lies on a line between its neighbours. One that
-        was measured once or twice costs no more than that line. Widths beyond all that were
-        measured lie on a line with the first and the last.
+        good is tried; if not ``hopeful``, it lies on a line between its neighbours. One that was
+        measured once or twice costs no more than that line. Widths beyond all that were measured
+        lie on a line with the first and the last.
         """
         widths, width = self._widths, rounded(width)
         if not widths:
@@ -167,7 +178,7 @@ class Costs:
         line = low + (high - low) * (width - left) / (right - left)
         if here:
             return min(line, widths[at][1])
-        return low if hopeful else line
+        return min(line, low) if hopeful else line
 
     def rounds(
         self, max_draft_tokens: int, num_sequences: int = 1, num_drafting: int | None = None
@@ -176,7 +187,7 @@ class Costs:
         drafting = num_sequences if num_drafting is None else num_drafting
         plain, rest = self.verify(num_sequences), self.rest(drafting=True)
         seconds = [plain + self.rest(drafting=False)]
-        hopeful = num_sequences == 1  # many widths, and many wait for what doesn't pay
+        hopeful = num_sequences == 1  # else a vain try costs all of them, and widths are many
         for count in range(1, max_draft_tokens + 1):
             # A wider forward is never cheaper, only noise is.
             width = num_sequences + drafting * count

@@ -33,7 +33,7 @@ ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
 NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
-CROWD = 0.03 - 0.3  # and so much more for every neighbour, who seldom drafts alike
+CROWD = 0.04  # and so much more for every neighbour, who seldom drafts alike
 PROBE_GAP = 4  # plain steps at least between drafts that aren't expected to pay
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
@@ -187,8 +187,9 @@ class MeasuredLength(FixedLength):
         self._given_up = 0  # drafts, when none was kept
         self._plain_ct = 0  # steps since the last draft
         self._num_compared = 0  # drafts
-        self._num_drafting = 1  # sequences, this one included
-        self._beside = 0  # drafts of the others, for which this one waits
+        self._num_drafting = 1  # sequences that draft in step
+        self._beside = 0  # drafts of the others, for which this one waits if it has none
+        self._is_left_out = False  # others draft, and this one would have to read too much
         self._expected_tokens = self._expected_steps = 0.0
         self._rates: list[float] = []  # of standing, by position
         self._seconds: list[float] = []  # of a round, by its drafts
@@ -224,20 +225,21 @@ class MeasuredLength(FixedLength):
         tallies = [policy.acceptance.tally for policy in policies]
         tried, stood = map(sum, zip(*tallies, strict=True))
         chances: list[Sequence[float]] = []
-        reading: list[float] = []  # seconds, before the first draft
+        reading: list[float] = []  # seconds for each, and those like it, before the first draft
         for policy, limit, lag, own in zip(policies, limits, lags, tallies, strict=True):
             policy._rates = policy.acceptance.by_position((tried - own[0], stood - own[1]))
             chances.append(list(accumulate(policy._rates[:limit], operator.mul)))
-            reading.append(lag * costs.read * num_sequences / number)
-        # Tokens that having read is good for: until the first of them ends, and things change.
-        until = 2 / (num_sequences + 1)
-        horizons = [min((limit + 1) * until, MEMORY) for limit in limits]
-        plans = [plan_round(costs, chances, reading, horizons, num_sequences)]
+            reading.append(costs.reading(lag) * num_sequences / number)
+        # Having read is good until a text ends, and its successor changes what pays. If texts end
+        # anywhere up to twice their limit, the first does so at 2 / (number + 1) of it.
+        horizons = [min((limit + 1) * 2 / (number + 1), MEMORY) for limit in limits]
         late = [lag >= READ_TOKENS for lag in lags]
-        if any(late) and not all(late):
+        who = [chances]
+        if any(late) and not all(late):  # first: of equals, those who read nothing
             read = [() if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
-            plans.insert(0, plan_round(costs, read, reading, horizons, num_sequences))
-        plan = max(plans, key=lambda plan: (plan.num_drafts > 0, plan.rate))
+            who.insert(0, read)
+        plans = [plan_round(costs, each, reading, horizons, num_sequences) for each in who]
+        plan = max(plans, key=lambda each: (each.num_drafts > 0, each.rate))
         planned, seconds, probing = plan.num_drafts, plan.seconds, False
         if costs.is_plain_stale(num_sequences):
             planned = 0
@@ -247,15 +249,16 @@ class MeasuredLength(FixedLength):
             drafters = (p for p, mine in zip(policies, plan.chances, strict=True) if mine)
             rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
-            planned *= probing
+            planned = planned if probing else 0
         checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
         for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
             if len(chances[index]) == policy.num_draft_tokens:  # else the end of the text is near
-                policy._pays = plan.num_drafts > 0 and len(mine) > 0
+                policy._pays, policy._is_left_out = plan.num_drafts > 0, not mine
             policy._seconds, policy._num_drafting = seconds, plan.num_drafting
             policy._rate, policy._extra = plan.rate / plan.num_drafting, plan.reading
             policy._confidences, policy._given_up, policy._probing = [], 0, probing
-            policy._planned, policy._beside = min(planned, len(mine)), planned * (number > 1)
+            policy._planned = min(planned, len(mine))
+            policy._beside = planned if number > 1 else 0
             if number > 1 and policy._planned and not probing:
                 policy._planned = worth_checking(
                     mine[:planned],
@@ -307,7 +310,7 @@ class MeasuredLength(FixedLength):
             chances = []
         else:
             num_proposed = max(num_proposed, min(self._planned, 1))
-            longest = max(num_proposed, self._beside)
+            longest = num_proposed or self._beside
             extra = self._extra * bool(longest)
             steps = (self._seconds[longest] + extra) / self._seconds[0]
             chances = self._chances(num_proposed)
@@ -329,6 +332,8 @@ class MeasuredLength(FixedLength):
 
     def verdict(self) -> str | None:
         """Why nothing is drafted any more, by the largest cost."""
+        if self._pays and self._is_left_out:
+            return "to read this text would take the draft longer than its drafts would save"
         if self._pays:
             return None
         costs, plain = self.costs, self.costs.round(0)
@@ -357,7 +362,7 @@ class RoundPlan(NamedTuple):
         rate: Tokens per second of all that promises.
         seconds: Of a round, by the drafts of each.
         num_drafting: How many sequences draft.
-        reading: Seconds that they need before.
+        reading: Seconds that these need to read before their first drafts.
         chances: Of each sequence's drafts to stand with all before them.
     """
 

@@ -13,7 +13,7 @@ class Turns:
 
     The garbage collector ends forgotten streams at any moment, in any thread, perhaps in the middle
     of a turn or of a backend's own work: to wait there would be a deadlock. So what is left to do
-    then is put off to where nobody's turn is.
+    then is put off until it is nobody's turn.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Turns:
         self._settle()  # what was put off in this turn
 
     def put_off(self, work: Iterable[Callable[[], None]]) -> None:
-        """Do some work at once if nobody's turn is, else as soon as it is over."""
+        """Do some work at once if it is nobody's turn, else when the turn is over."""
         self._left.extend(work)
         self._settle()
 

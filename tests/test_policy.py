@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdec import Draft, Drafter, DraftRequest, SamplingParams, SpeculativeDecoder
 from specdec.costs import Costs
-from specdec.policy import Acceptance, MeasuredLength, best_length, break_even
+from specdec.policy import Acceptance, MeasuredLength, best_length, break_even, plan_round
 from specdec.request import Verification
 from specdec.testing import TableBackend, VirtualClock
 
@@ -171,8 +171,11 @@ def test_under_the_papers_rules_every_draft_is_checked(
 ) -> None:
     """To give drafts up for how unsure they are would change the law."""
     monkeypatch.setattr(MeasuredLength, "keep", lambda self, num_proposed: 0)
-    target = TableBackend.random(12, seed=1)
-    decoder = SpeculativeDecoder(target, target, verification=verification)
+    clock = VirtualClock()
+    table = TableBackend.random(12, seed=1).table
+    target = TableBackend(table, clock=clock, cost=lambda _: 1.0)
+    draft = TableBackend(table, clock=clock, cost=lambda _: 0.05)
+    decoder = SpeculativeDecoder(target, draft, verification=verification, clock=clock)
     sampling = SamplingParams(temperature=1, seed=1)
     stats = decoder.generate([1, 2], max_new_tokens=64, sampling=sampling).stats
     assert stats.draft_forward_ct > 0
@@ -289,6 +292,29 @@ def test_reading_a_prompt_for_few_tokens_doesnt_pay() -> None:
     assert newcomer == [8, 8, 8, 0]
 
 
+def test_several_must_promise_more_than_one() -> None:
+    known = costs(0.9, *[1.0] * 72)  # one sure draft brings 5 % more
+    assert plan_round(known, [[1.0]], [0.0], [50], 1).num_drafts == 1
+    assert plan_round(known, [[1.0]] * 2, [0.0] * 2, [50] * 2, 2).num_drafts == 0
+
+
+def test_what_a_part_of_a_batch_drafts_is_measured_against_all_of_it() -> None:
+    known = costs(0.1, *(1.0 + 0.1 * width for width in range(16)))
+    plan = plan_round(known, [[1.0, 1.0], ()], [0.0, 0.0], [60, 60], 2)
+    assert (plan.num_drafts, plan.num_drafting) == (2, 1)
+    assert plan.seconds == pytest.approx([1.1, 1.3, 1.5])
+    assert plan.rate == pytest.approx(4 / 1.5)  # two of one's drafts, and one more of each
+
+
+def test_one_that_is_left_out_is_told_why() -> None:
+    known = costs(0.05, *[1.0] * 72)
+    known.count_read(300.0, 100)
+    policies = [seen(known, 8, 8) for _ in range(2)]
+    MeasuredLength.together(policies, [60, 60], [0, 300], 2)
+    assert policies[0].verdict() is None
+    assert "to read this text" in str(policies[1].verdict())
+
+
 def test_who_has_read_drafts_without_the_others() -> None:
     known = costs(0.05, *[1.0] * 72)
     known.count_read(300.0, 100)
@@ -313,6 +339,7 @@ def test_a_neighbour_that_never_drafts_makes_no_probe_come_sooner_or_cheaper() -
     probes = [number for number, count in enumerate(rounds) if count]
     assert probes
     assert all(later - sooner > 4 for sooner, later in pairwise(probes))
+    assert len(probes) < 9  # each costs the other as much time, and that is counted
     assert waiting.predicted_speedup is not None
     assert drafting.predicted_speedup is not None
     assert waiting.predicted_speedup < drafting.predicted_speedup
@@ -327,6 +354,16 @@ def test_several_hope_for_nothing_of_a_width_that_was_never_measured() -> None:
     one, two = known.rounds(4), known.rounds(2, 2)
     assert one[4] < one[0] + 1
     assert two[2] > two[0] + 4
+
+
+def test_reading_that_was_never_measured_isnt_free() -> None:
+    """Where nobody has drafted for long a probe reads all of their texts."""
+    known = costs(0.2, *(1.0 + 0.1 * width for width in range(16)))
+    assert known.read == 0
+    assert known.reading(100) == pytest.approx(100 * 0.2 * 0.1)
+    known.count_read(3.0, 100)
+    assert known.reading(100) == pytest.approx(3.0)
+    assert Costs().reading(100) == 0
 
 
 def test_a_batch_that_never_took_a_lone_step_goes_on_drafting() -> None:
@@ -347,10 +384,10 @@ def test_more_sequences_and_tokens_than_were_measured_cost_more() -> None:
     assert flat.drafts(4, 8) == pytest.approx(flat.drafts(4))
 
 
-@pytest.mark.parametrize("batch", [4, 8])
+@pytest.mark.parametrize("batch", [2, 4, 8])
 @pytest.mark.parametrize("verify", bench.VERIFY)
 @pytest.mark.parametrize("draft_step", [0.05, 0.3])
-@pytest.mark.parametrize("noise", [0.05, 3.0])
+@pytest.mark.parametrize("noise", [0.05, 0.4, 3.0])
 def test_a_batch_is_never_much_slower_than_plain(
     batch: int, verify: str, draft_step: float, noise: float
 ) -> None:
@@ -370,8 +407,8 @@ def test_a_batch_is_never_much_slower_than_plain(
         return 1 / clock.seconds
 
     ratio = speed(True) / speed(False)
-    assert ratio >= 0.93
-    if noise < 1 and draft_step < 0.1 and verify != "linear":
+    assert ratio >= 0.96
+    if noise < 0.1 and draft_step < 0.1 and verify != "linear":
         assert ratio > 1.3
 
 
