@@ -51,6 +51,10 @@ class MemberCosts(Costs):
         return num_tokens * self.read  # unknown is free: a member gets its try anyway
 
     @override
+    def at_stake(self, num_tokens: int) -> float:
+        return 0.0
+
+    @override
     def count_tokens(self, num_tokens: int, lost: float) -> None:
         self._whole.count_tokens(num_tokens, lost)
 

@@ -10,7 +10,7 @@ __all__ = ["READ_TOKENS", "Costs"]
 
 PROBE_SHARE = 0.012  # of the time may go into drafts that are not expected to pay
 SURE = 3  # samples that are believed against what is hoped for
-BUDGET_MEMORY = 512  # tokens after which what was spent on probes counts 1/e
+BUDGET_TOKENS = 512  # of which that share may be saved up
 READ_TOKENS = 16  # that a drafter lags behind: fewer are read with its next draft
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds
 STALE = 128  # target forwards after which a width or drafts not seen since lose a sample
@@ -25,13 +25,14 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._tokens = self._lost = 0.0  # lately; plain steps
+        self._budget = 0.0  # plain steps that may be lost
         self._forward_ct = 0
         self._seen: dict[int, int] = {}  # when a width was, in forwards
         self._verify: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
         self._widths: list[tuple[int, float]] = []  # medians by width
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
+        self._forgotten = 0.0, 0.0  # the like, of the last that was
         self._drafted_in = 0  # the last of these, STALE forwards each
         self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
         self._read: deque[float] = deque(maxlen=5)
@@ -76,7 +77,8 @@ class Costs:
         if samples := self._draft[num_sequences]:
             self._lines[num_sequences] = line_through(samples)
         else:
-            del self._draft[num_sequences], self._lines[num_sequences]
+            self._forgotten = self._lines.pop(num_sequences)
+            del self._draft[num_sequences]
 
     def count_rest(self, seconds: float, *, drafting: bool) -> None:
         """Enter the loop's own time in a round, rollback included."""
@@ -99,13 +101,12 @@ class Costs:
 
     def count_tokens(self, num_tokens: int, lost: float) -> None:
         """Enter what a round brought, and the plain steps that it lost if it was a probe."""
-        keep = math.exp(-num_tokens / BUDGET_MEMORY)
-        self._tokens = self._tokens * keep + num_tokens
-        self._lost = self._lost * keep + lost
+        saved = self._budget + PROBE_SHARE * num_tokens
+        self._budget = min(saved, PROBE_SHARE * BUDGET_TOKENS) - lost
 
     def may_lose(self, steps: float) -> bool:
         """Whether drafts that lose so many plain steps are within what may go into probes."""
-        return self._lost + steps <= PROBE_SHARE * self._tokens
+        return steps <= self._budget
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -130,6 +131,11 @@ class Costs:
         base, step = self._lines[nearest]
         more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
         return more * (base + step * num_tokens)
+
+    def at_stake(self, num_tokens: int) -> float:
+        """Drafts of so many tokens, by what is forgotten; 0 where the times of some are known."""
+        base, step = self._forgotten
+        return 0.0 if self._draft or num_tokens == 0 else base + step * num_tokens
 
     def rest(self, *, drafting: bool) -> float:
         """The loop's own work in a round; a rollback may have its price."""

@@ -188,6 +188,7 @@ class MeasuredLength(FixedLength):
         self._plain_ct = 0  # steps since the last draft
         self._num_compared = 0  # drafts
         self._num_drafting = 1  # sequences that draft in step
+        self._stake = 0.0  # plain steps that drafts may take beyond what is hoped
         self._beside = 0  # drafts of the others, for which this one waits if it has none
         self._is_left_out = False  # others draft, and this one would have to read too much
         self._expected_tokens = self._expected_steps = 0.0
@@ -250,6 +251,10 @@ class MeasuredLength(FixedLength):
             rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
             planned = planned if probing else 0
+        stake = costs.at_stake(planned)
+        if stake > 0:  # to hope anew is a probe, and may take longer than saved up; that is owed
+            probing = costs.may_lose(0.0)
+            planned = planned if probing else 0
         checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
         for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
             if len(chances[index]) == policy.num_draft_tokens:  # else the end of the text is near
@@ -259,6 +264,7 @@ class MeasuredLength(FixedLength):
             policy._confidences, policy._given_up, policy._probing = [], 0, probing
             policy._planned = min(planned, len(mine))
             policy._beside = planned if number > 1 else 0
+            policy._stake = (stake + plan.reading) / seconds[0] if stake else 0.0
             if number > 1 and policy._planned and not probing:
                 policy._planned = worth_checking(
                     mine[:planned],
@@ -318,7 +324,7 @@ class MeasuredLength(FixedLength):
         self._plain_ct = 0 if self._planned else self._plain_ct + 1
         self._expected_tokens += 1 + sum(chances)
         self._expected_steps += steps
-        lost = max(0.0, steps - num_correct - 1) if self._probing else 0.0
+        lost = max(0.0, max(steps - 1, self._stake) - num_correct) if self._probing else 0.0
         self.costs.count_tokens(num_correct + 1, lost)
 
     def wait(self) -> None:

@@ -18,7 +18,6 @@ from specdec import (
     SpeculativeDecoder,
     SuffixDrafter,
 )
-from specdec.named import LOOKUPS, named_lookups
 from specdec.rejection import RatioSampler, rejection_plan
 from specdec.testing import TableBackend, VirtualClock
 
@@ -185,23 +184,6 @@ def test_members_of_a_kind_are_told_apart() -> None:
     assert drafter.names == ["SuffixDrafter", "ModelDrafter", "SuffixDrafter 2"]
     assert drafter.info()["runtime"] == "table"
     assert CompositeDrafter([SuffixDrafter()]).info()["runtime"] == "lookup"
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds", "rest"),
-    [
-        ("suffix", [SuffixDrafter], None),
-        ("lookup", [PromptLookupDrafter], None),
-        ("suffix+self:q8_0", [SuffixDrafter], "self:q8_0"),
-        ("lookup+a+b.gguf", [PromptLookupDrafter], "a+b.gguf"),
-        ("suffix+lookup", [*LOOKUPS.values()][::-1], None),
-        ("suffixes/model.gguf", [], "suffixes/model.gguf"),
-        ("self", [], "self"),
-    ],
-)
-def test_names(name: str, kinds: list[type], rest: str | None) -> None:
-    lookups, found = named_lookups(name)
-    assert ([type(lookup) for lookup in lookups], found) == (kinds, rest)
 
 
 def test_what_is_no_composite_is_refused() -> None:
