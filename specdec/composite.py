@@ -51,7 +51,7 @@ class MemberCosts(Costs):
         return num_tokens * self.read  # unknown is free: a member gets its try anyway
 
     @override
-    def at_stake(self, num_tokens: int) -> float:
+    def at_stake(self, num_tokens: int, width: int) -> float:
         return 0.0
 
     @override

@@ -33,6 +33,7 @@ class Costs:
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
         self._forgotten = 0.0, 0.0  # the like, of the last that was
+        self._forgotten_width = 0.0  # seconds, of the last that was
         self._drafted_in = 0  # the last of these, STALE forwards each
         self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
         self._read: deque[float] = deque(maxlen=5)
@@ -50,7 +51,7 @@ class Costs:
     def _forget(self) -> None:
         for width, seen in list(self._seen.items()):
             if width > 1 and self._forward_ct - seen >= STALE:
-                self._verify[width].popleft()
+                self._forgotten_width = self._verify[width].popleft()
                 if not self._verify[width]:
                     del self._verify[width], self._seen[width]
 
@@ -132,10 +133,17 @@ class Costs:
         more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
         return more * (base + step * num_tokens)
 
-    def at_stake(self, num_tokens: int) -> float:
-        """Drafts of so many tokens, by what is forgotten; 0 where the times of some are known."""
+    def at_stake(self, num_tokens: int, width: int) -> float:
+        """Seconds that are forgotten of drafts of so many tokens and of a forward to check them.
+
+        0 where the times of any drafts and of such a width, or a wider one, are known.
+        """
+        if num_tokens == 0:
+            return 0.0
         base, step = self._forgotten
-        return 0.0 if self._draft or num_tokens == 0 else base + step * num_tokens
+        drafts = 0.0 if self._draft else base + step * num_tokens
+        known = not self._widths or rounded(width) <= self._widths[-1][0]
+        return drafts + (0.0 if known else self._forgotten_width)
 
     def rest(self, *, drafting: bool) -> float:
         """The loop's own work in a round; a rollback may have its price."""

@@ -251,7 +251,7 @@ class MeasuredLength(FixedLength):
             rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
             planned = planned if probing else 0
-        stake = costs.at_stake(planned)
+        stake = costs.at_stake(planned, num_sequences + plan.num_drafting * planned)
         if stake > 0:  # to hope anew is a probe, and may take longer than saved up; that is owed
             probing = costs.may_lose(0.0)
             planned = planned if probing else 0
