@@ -412,6 +412,24 @@ def test_a_batch_is_never_much_slower_than_plain(
         assert ratio > 1.3
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pair_that_loses_reads_few_prompts_in_vain(batch: int) -> None:
+    """Its times are forgotten now and then; to try it again is worth little more than a probe."""
+
+    def seconds(drafts: bool) -> float:
+        clock = VirtualClock()
+        table = TableBackend.random(40, seed=1).table
+        target = TableBackend(table, clock=clock, cost=lambda width: 0.7 + 0.3 * width)
+        draft = TableBackend(table, clock=clock, cost=lambda width: 0.95 + 0.25 * width)
+        decoder = SpeculativeDecoder(target, draft if drafts else None, clock=clock, keep_caches=0)
+        for text in range(0, 40, batch):
+            prompts = [[(text + n) % 40] * 50 for n in range(batch)]
+            decoder.generate_batch(prompts, max_batch=batch, max_new_tokens=48)
+        return clock.seconds
+
+    assert seconds(False) >= 0.975 * seconds(True)
+
+
 def test_calibration_measures_what_it_is_told_to() -> None:
     target = TableBackend.random(6, seed=3)
     decoder = SpeculativeDecoder(target, target.sibling(0.3))
