@@ -306,6 +306,27 @@ def test_what_a_part_of_a_batch_drafts_is_measured_against_all_of_it() -> None:
     assert plan.rate == pytest.approx(4 / 1.5)  # two of one's drafts, and one more of each
 
 
+def test_reading_has_to_pay_before_the_first_of_a_batch_ends() -> None:
+    known = costs(0.05, *[1.0] * 72)
+    known.count_read(10.0, 100)
+    policies = [seen(known, 8, 8) for _ in range(8)]
+    assert MeasuredLength.together(policies[:1], [59], [20], 1) == [8]
+    assert MeasuredLength.together(policies, [59] * 8, [20] * 8, 8) == [0] * 8
+    assert MeasuredLength.together(policies, [59] * 8, [0] * 8, 8) == [8] * 8
+
+
+def test_a_width_that_was_forgotten_is_at_stake() -> None:
+    found = costs(0.1, 1.0, 50.0, 50.0)
+    assert found.at_stake(2, 3) == 0
+    for _ in range(600):
+        found.count_verify(1, 1.0)
+    found.count_draft(0.4, 4)
+    assert found.at_stake(2, 3) == 50.0
+    assert found.at_stake(0, 1) == 0
+    found.count_verify(3, 50.0)
+    assert found.at_stake(2, 3) == 0
+
+
 def test_one_that_is_left_out_is_told_why() -> None:
     known = costs(0.05, *[1.0] * 72)
     known.count_read(300.0, 100)
