@@ -81,7 +81,7 @@ class Frequencies(Acceptance):
 
     @override
     def of(self, confidence: float) -> float:
-        tried, stood = self._confidences[bisect_left(CONFIDENCES, confidence)]
+        tried, stood = map(float, self._confidences[bisect_left(CONFIDENCES, confidence)])
         return (stood + CONFIDENCE_WEIGHT * confidence) / (tried + CONFIDENCE_WEIGHT)
 
 
@@ -97,6 +97,7 @@ class MemberLength(MeasuredLength):
     def plan(self, limit: int, lag: int, num_sequences: int, *, fixed: bool) -> int:
         """How many tokens to ask for; ``promised`` tells what for."""
         self.costs.forget_drafts()
+        self._plain_for = None  # what it would be worth changes in plain steps too
         planned = self.wanted(limit, lag, num_sequences)
         if fixed:
             self._planned, self._probing = limit, False

@@ -126,12 +126,19 @@ class Costs:
         the target has put out. More sequences than were measured take as much more as they do in
         the target.
         """
-        if not self._draft or num_tokens == 0:
-            return num_tokens * self.verify(num_sequences) / 4
+        base, step = self._drafting(num_sequences)
+        return base + step * num_tokens if num_tokens else 0.0
+
+    def _drafting(self, num_sequences: int) -> tuple[float, float]:
+        """That line: seconds at 0 drafts, and for each more."""
+        if not self._draft:
+            return 0.0, self.verify(num_sequences) / 4
+        if num_sequences in self._lines:
+            return self._lines[num_sequences]
         nearest = min(self._lines, key=lambda n: abs(n - num_sequences))
         base, step = self._lines[nearest]
         more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
-        return more * (base + step * num_tokens)
+        return more * base, more * step
 
     def at_stake(self, num_tokens: int, width: int) -> float:
         """Seconds that are forgotten of drafts of so many tokens and of a forward to check them.
@@ -177,18 +184,16 @@ class Costs:
         widths, width = self._widths, rounded(width)
         if not widths:
             return 1.0
+        (first, least), (last, most) = widths[0], widths[-1]
+        if width <= first:
+            return least
+        if width >= last:
+            return most + max(0.0, most - least) / max(1, last - first) * (width - last)
         at = bisect_left(widths, (width, 0.0))
-        here = at < len(widths) and widths[at][0] == width
-        below, above = widths[:at], widths[at + here :]
-        if here and (len(self._verify[width]) >= SURE or not below or not above):
+        here = widths[at][0] == width
+        if here and len(self._verify[width]) >= SURE:
             return widths[at][1]
-        if not below:
-            return above[0][1]
-        if not above:
-            (first, least), (last, most) = widths[0], widths[-1]
-            slope = max(0.0, most - least) / max(1, last - first)
-            return most + slope * (width - last)
-        (left, low), (right, high) = below[-1], above[0]
+        (left, low), (right, high) = widths[at - 1], widths[at + here]
         line = low + (high - low) * (width - left) / (right - left)
         if here:
             return min(line, widths[at][1])
@@ -202,11 +207,12 @@ class Costs:
         plain, rest = self.verify(num_sequences), self.rest(drafting=True)
         seconds = [plain + self.rest(drafting=False)]
         hopeful = num_sequences == 1  # else a vain try costs all of them, and widths are many
+        base, step = self._drafting(drafting)
         for count in range(1, max_draft_tokens + 1):
             # A wider forward is never cheaper, only noise is.
             width = num_sequences + drafting * count
             checking = max(plain, self.verify(width, hopeful=hopeful))
-            seconds.append(self.drafts(count, drafting) + checking + rest)
+            seconds.append(base + step * count + checking + rest)
         return seconds
 
     def round(self, num_drafts: int) -> float:

@@ -9,9 +9,12 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from specdec.costs import READ_TOKENS, Costs
@@ -28,8 +31,10 @@ __all__ = [
 MEMORY = 96  # tokens after which what was seen counts 1/e
 # What acceptance may be, and how likely that is to begin with: most pairs are chosen well, and a
 # useless one shows soon.
-RATES = (0.99, 0.96, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15, 0.02)
-ODDS = (0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03)
+RATES = np.array((0.99, 0.96, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15, 0.02))
+ODDS = np.array((0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03))
+LOG_FAILS = np.log(1 - RATES)
+LOG_ODDS = np.stack([LOG_FAILS, np.log(RATES) - LOG_FAILS])  # for every draft tried, and stood
 NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
@@ -45,44 +50,24 @@ class Acceptance:
     """How often the drafts of one text stand, as seen lately, by position and by confidence."""
 
     def __init__(self, max_draft_tokens: int) -> None:
-        self._positions = [[0.0, 0.0] for _ in range(max_draft_tokens)]  # tried, stood
-        self._confidences = [[0.0, 0.0] for _ in range(len(CONFIDENCES) + 1)]
-        self._failures = [0.0, 0.0]  # expected by confidence, and seen
+        num_kinds = len(CONFIDENCES) + 1
+        self._counts = np.zeros((max_draft_tokens + num_kinds + 1, 2))  # of all that follow
+        self.positions = self._counts[:max_draft_tokens]  # tried, stood
+        self._confidences = self._counts[max_draft_tokens:-1]  # the same
+        self._failures = self._counts[-1]  # expected by confidence, and seen
         self._known: dict[float, float] = {}  # chances by confidence, until something is entered
 
-    @property
-    def tally(self) -> tuple[float, float]:
-        """How many drafts were compared, up to the first wrong one, and how many of them stood."""
-        tried, stood = map(sum, zip(*self._positions, strict=True))
-        return tried, stood
-
-    def by_position(self, neighbours: tuple[float, float] = (0.0, 0.0)) -> list[float]:
-        """The chance at each position that a draft stands if those before it did.
-
-        Args:
-            neighbours: The tally of other texts that are decoded beside this one. They tell little
-                of it, but something while it is new.
-        """
-        weight = NEIGHBOURS / max(NEIGHBOURS, neighbours[0])
-        tried, stood = (
-            own + weight * other for own, other in zip(self.tally, neighbours, strict=True)
-        )
-        pairs = list(zip(RATES, ODDS, strict=True))
-        odds = [odd * rate**stood * (1 - rate) ** (tried - stood) for rate, odd in pairs]
-        rates, before = [], sum(odds)
-        for tried_here, stood_here in self._positions:
-            odds = list(map(operator.mul, odds, RATES))
-            together, before = sum(odds) / before, sum(odds)
-            rates.append((stood_here + POOL_WEIGHT * together) / (tried_here + POOL_WEIGHT))
-        return rates
+    def by_position(self) -> list[float]:
+        """The chance at each position that a draft stands if those before it did."""
+        return standing([self])[0]
 
     def of(self, confidence: float) -> float:
         """The chance of a draft to which the draft model gave this probability."""
         known = self._known.get(confidence)
         if known is not None:
             return known
-        tried, stood = self._confidences[bisect_left(CONFIDENCES, confidence)]
-        expected, seen = self._failures
+        tried, stood = map(float, self._confidences[bisect_left(CONFIDENCES, confidence)])
+        expected, seen = map(float, self._failures)
         fails = (seen + DOUBT_WEIGHT) / (expected + DOUBT_WEIGHT) * doubt(confidence)
         stands = max(0.0, 1.0 - fails)
         chance = (stood + CONFIDENCE_WEIGHT * stands) / (tried + CONFIDENCE_WEIGHT)
@@ -92,27 +77,46 @@ class Acceptance:
     def expect(self, chance: float) -> None:
         """Enter a round whose first draft was given up, for so small was its chance."""
         self._age(1)
-        self._positions[0][0] += 1
-        self._positions[0][1] += chance
+        self.positions[0] += 1, chance
 
     def _age(self, num_tokens: int) -> None:
         self._known.clear()
-        keep = math.exp(-num_tokens / MEMORY)
-        for pair in (*self._positions, *self._confidences, self._failures):
-            pair[:] = [count * keep for count in pair]
+        self._counts *= math.exp(-num_tokens / MEMORY)
 
     def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
         """Enter a round: the tokens it brought make what came before count less."""
         self._age(num_correct + 1)
         for position in range(min(num_correct + 1, num_proposed)):
-            pairs = [self._positions[position]]
+            pairs = [self.positions[position]]
             if position < len(confidences):
                 pairs.append(self._confidences[bisect_left(CONFIDENCES, confidences[position])])
-                self._failures[0] += doubt(confidences[position])
-                self._failures[1] += position == num_correct
+                self._failures += doubt(confidences[position]), position == num_correct
             for pair in pairs:
-                pair[0] += 1
-                pair[1] += position < num_correct
+                pair += 1, position < num_correct
+
+
+def standing(texts: Sequence[Acceptance]) -> list[list[float]]:
+    """The chance, by text and position, that a draft stands if those before it did.
+
+    Args:
+        texts: Those that are decoded together. They tell little of each other, but something while
+            they are new.
+    """
+    seen = np.array([text.positions for text in texts])
+    own = seen.sum(axis=1)
+    others = own.sum(axis=0) - own
+    own += others * (NEIGHBOURS / np.maximum(NEIGHBOURS, others[:, :1]))
+    odds = ODDS * np.exp(own @ LOG_ODDS)
+    all_stand = odds @ powers(seen.shape[1] + 1)
+    pooled = POOL_WEIGHT * all_stand[:, 1:] / all_stand[:, :-1]
+    chances: list[list[float]] = ((seen[..., 1] + pooled) / (seen[..., 0] + POOL_WEIGHT)).tolist()
+    return chances
+
+
+@cache
+def powers(count: int) -> NDArray[np.float64]:
+    """The first so many powers of each of ``RATES``, from the 0th on."""
+    return RATES[:, None] ** np.arange(count)
 
 
 def doubt(confidence: float) -> float:
@@ -186,6 +190,7 @@ class MeasuredLength(FixedLength):
         self._probing = False
         self._given_up = 0  # drafts, when none was kept
         self._plain_ct = 0  # steps since the last draft
+        self._plain_for: int | None = None  # so many sequences, for whom plain steps were best
         self._num_compared = 0  # drafts
         self._num_drafting = 1  # sequences that draft in step
         self._stake = 0.0  # plain steps that drafts may take beyond what is hoped
@@ -222,27 +227,30 @@ class MeasuredLength(FixedLength):
         most. Who drafts does so up to a common number, and to what is worth its places in the
         target's forward.
         """
-        costs, number = policies[0].costs, len(policies)
-        tallies = [policy.acceptance.tally for policy in policies]
-        tried, stood = map(sum, zip(*tallies, strict=True))
-        chances: list[Sequence[float]] = []
-        reading: list[float] = []  # seconds for each, and those like it, before the first draft
-        for policy, limit, lag, own in zip(policies, limits, lags, tallies, strict=True):
-            policy._rates = policy.acceptance.by_position((tried - own[0], stood - own[1]))
-            chances.append(list(accumulate(policy._rates[:limit], operator.mul)))
-            reading.append(costs.reading(lag) * num_sequences / number)
+        first, number = policies[0], len(policies)
+        if first._plain_ct % PROBE_GAP and all(p._plain_for == num_sequences for p in policies):
+            return [0] * number  # a few plain steps change little, and planning takes time
+        costs = first.costs
+        chances: list[list[float]] = []
+        rates = standing([policy.acceptance for policy in policies])
+        for policy, limit, own in zip(policies, limits, rates, strict=True):
+            policy._rates = own
+            chances.append(list(accumulate(own[:limit], operator.mul)))
+        # Seconds for each, and those like it, before the first draft.
+        reading = [costs.reading(lag) * num_sequences / number for lag in lags]
         # Having read is good until a text ends, and its successor changes what pays. If texts end
         # anywhere up to twice their limit, the first does so at 2 / (number + 1) of it.
         horizons = [min((limit + 1) * 2 / (number + 1), MEMORY) for limit in limits]
         late = [lag >= READ_TOKENS for lag in lags]
-        who = [chances]
+        who: list[Sequence[Sequence[float]]] = [chances]
         if any(late) and not all(late):  # first: of equals, those who read nothing
-            read = [() if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
+            read = [[] if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
             who.insert(0, read)
         plans = [plan_round(costs, each, reading, horizons, num_sequences) for each in who]
         plan = max(plans, key=lambda each: (each.num_drafts > 0, each.rate))
         planned, seconds, probing = plan.num_drafts, plan.seconds, False
-        if costs.is_plain_stale(num_sequences):
+        is_stale = costs.is_plain_stale(num_sequences)
+        if is_stale:
             planned = 0
         elif planned == 0 and len(seconds) > 1:
             planned = min(range(1, len(seconds)), key=seconds.__getitem__)
@@ -264,6 +272,7 @@ class MeasuredLength(FixedLength):
             policy._confidences, policy._given_up, policy._probing = [], 0, probing
             policy._planned = min(planned, len(mine))
             policy._beside = planned if number > 1 else 0
+            policy._plain_for = None if planned or is_stale else num_sequences
             policy._stake = (stake + plan.reading) / seconds[0] if stake else 0.0
             if number > 1 and policy._planned and not probing:
                 policy._planned = worth_checking(
