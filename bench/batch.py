@@ -2,12 +2,15 @@
 
 The targets are SmolLM2 in fp32 in torch and as Q8_0 in llama.cpp; its Q4_1 in llama.cpp drafts for
 both, as many tokens as ``"auto"`` chooses. A second decoder without a draft shows how far apart the
-machine puts two that do the same. All contestants decode all prompts in turn, in one process; what
-counts are whole calls, prompts included.
+machine puts two that do the same. The contestants take turns, round by round, since a machine's
+speed may change from one second to the next; what counts is the time of all rounds, prompts
+included. "Over plain" is over the mean time of the two without a draft.
 """
 
 import argparse
 import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,11 +23,47 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specdec import SpeculativeDecoder
+from specdec import GenerationResult, ModelBackend, SpeculativeDecoder
 from specdec.backends import HFBackend, LlamaCppBackend
 from specdec.embedded import embedded_gguf
 from specdec.prompts import shipped_prompts
+from specdec.request import Request
 from specdec.vocab import encode_prompt
+
+MODES = ("plain", "auto", "plain again")
+WARM_UP_TOKENS = 48
+
+
+def in_turn(
+    contestants: Mapping[str, SpeculativeDecoder],
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    max_new_tokens: int,
+) -> dict[str, tuple[list[GenerationResult], float]]:
+    """What each makes of the prompts, and its seconds. Who is behind has the next round."""
+    requests = {
+        mode: [decoder._request(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+        for mode, decoder in contestants.items()
+    }
+    rounds = {mode: each._rounds(requests[mode], size) for mode, each in contestants.items()}
+    seconds = dict.fromkeys(contestants, 0.0)
+    turns = dict.fromkeys(contestants, 0)
+    while rounds:
+        behind = min(rounds, key=lambda mode: (done(requests[mode]), turns[mode]))
+        turns[behind] += 1
+        start = perf_counter()
+        if next(rounds[behind], None) is None:
+            del rounds[behind]
+        seconds[behind] += perf_counter() - start
+    return {
+        mode: ([request.result() for request in requests[mode]], seconds[mode])
+        for mode in contestants
+    }
+
+
+def done(requests: Sequence[Request]) -> int:
+    """How many tokens have been put out."""
+    return sum(len(request.output.token_ids) for request in requests)
 
 
 def main() -> None:
@@ -34,19 +73,24 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    modes = ("plain", "auto", "plain again")  # so the two are as far from the one
-
     torch_target = HFBackend(embedded_gguf(), dtype="float32")
     draft = LlamaCppBackend(embedded_gguf())
     with TemporaryDirectory() as folder:
         torch_target.write_quantized(Path(folder) / "q8_0.gguf", "q8_0")
-        gguf_target = LlamaCppBackend(Path(folder) / "q8_0.gguf")
+        # One each: in one memory, the contestants would lie in each other's way.
+        gguf_targets = [LlamaCppBackend(Path(folder) / "q8_0.gguf") for _ in MODES]
+    targets: dict[str, Sequence[ModelBackend]] = {
+        "torch": [torch_target] * len(MODES),
+        "llama.cpp": gguf_targets,
+    }
+    # Each with each target, since two of the same may differ in speed.
     decoders = {
-        (name, mode, size): SpeculativeDecoder(
+        (name, mode, size, number): SpeculativeDecoder(
             target, draft if mode == "auto" else None, keep_caches=0
         )
-        for name, target in (("torch", torch_target), ("llama.cpp", gguf_target))
-        for mode in modes
+        for name, each in targets.items()
+        for number, target in enumerate(each)
+        for mode in MODES
         for size in options.sizes
     }
     prompts = [
@@ -54,29 +98,29 @@ def main() -> None:
         for _, prompt in shipped_prompts()[: options.prompts]
         if isinstance(prompt, str)
     ]
-    rates: dict[tuple[str, str, int], list[float]] = {key: [] for key in decoders}
+    rates: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     texts: dict[tuple[str, str, int], list[list[int]]] = {}
-    proposed = dict.fromkeys(decoders, 0.0)
-    pairs = [(name, size) for name in ("torch", "llama.cpp") for size in options.sizes]
-    # The first call of each isn't counted: it calibrates, and fills what is allocated once.
+    proposed: dict[tuple[str, int], float] = {}
+    pairs = [(name, size) for name in targets for size in options.sizes]
+    # The first calls aren't counted: they calibrate, and fill what is allocated once.
     with Progress(console=Console(stderr=True)) as progress:
-        for repeat in progress.track(range(-1, options.repeats), description="repeats"):
+        for (_, _, size, _), decoder in progress.track(decoders.items(), description="warming up"):
+            decoder.generate_batch(prompts[:size], max_batch=size, max_new_tokens=WARM_UP_TOKENS)
+        for repeat in progress.track(range(options.repeats), description="repeats"):
             for name, size in progress.track(pairs, description="sizes"):
-                for mode in modes if repeat % 2 else modes[::-1]:
-                    key = (name, mode, size)
-                    start = perf_counter()
-                    results = decoders[key].generate_batch(
-                        prompts if repeat >= 0 else prompts[:size],
-                        max_batch=size,
-                        max_new_tokens=options.max_new_tokens,
-                    )
-                    seconds = perf_counter() - start
-                    if repeat >= 0:
-                        tokens = sum(len(result.token_ids) for result in results)
-                        rates[key].append(tokens / seconds)
-                        texts[key] = [result.token_ids for result in results]
+                contestants = {
+                    mode: decoders[name, mode, size, (repeat + number) % len(MODES)]
+                    for number, mode in enumerate(MODES)
+                }
+                played = in_turn(contestants, prompts, size, options.max_new_tokens)
+                for mode, (results, seconds) in played.items():
+                    tokens = sum(len(result.token_ids) for result in results)
+                    rates[name, mode, size].append(tokens / seconds)
+                    texts[name, mode, size] = [result.token_ids for result in results]
+                    if mode == "auto":
                         drafts = sum(result.stats.num_proposed_drafts for result in results)
-                        proposed[key] = drafts / sum(r.stats.target_forward_ct for r in results)
+                        forwards = sum(result.stats.target_forward_ct for result in results)
+                        proposed[name, size] = drafts / forwards
     table = Table(
         *("target", "at once", "plain", "over 1", "with drafts", "over plain", "least to most"),
         *("plain again, over plain", "drafts a forward", "texts that differ"),
@@ -85,15 +129,16 @@ def main() -> None:
     )
     for name in ("torch", "llama.cpp"):
         for size in options.sizes:
-            plain, auto, again = (rates[name, mode, size] for mode in modes)
-            ratios, control = (
-                sorted(mine / other for mine, other in zip(each, plain, strict=True))
-                for each in (auto, again)
+            plain, auto, again = (rates[name, mode, size] for mode in MODES)
+            ratios = sorted(
+                mine * (1 / one + 1 / other) / 2
+                for mine, one, other in zip(auto, plain, again, strict=True)
             )
-            one = rates[name, "plain", options.sizes[0]]
+            control = sorted(other / one for one, other in zip(plain, again, strict=True))
+            first = rates[name, "plain", options.sizes[0]]
             differ = sum(
                 text != other
-                for mode in modes
+                for mode in MODES
                 for text, other in zip(
                     texts[name, mode, size],
                     texts[name, "plain", options.sizes[0]],
@@ -101,13 +146,13 @@ def main() -> None:
                 )
             )
             table.add_row(
-                *(name, str(size), f"{median(plain):.1f}", f"{median(plain) / median(one):.2f}x"),
+                *(name, str(size), f"{median(plain):.1f}", f"{median(plain) / median(first):.2f}x"),
                 *(f"{median(auto):.1f}", f"{median(ratios):.2f}x"),
                 f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
                 f"{median(control):.2f}x ({control[0]:.2f} to {control[-1]:.2f})",
                 *(
-                    f"{proposed[name, 'auto', size]:.1f}",
-                    f"{differ} of {len(modes) * len(prompts)}",
+                    f"{proposed[name, size]:.1f}",
+                    f"{differ} of {len(MODES) * len(prompts)}",
                 ),
             )
     console = Console()
