@@ -29,7 +29,8 @@ class Costs:
         self._forward_ct = 0
         self._seen: dict[int, int] = {}  # when a width was, in forwards
         self._verify: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))
-        self._widths: list[tuple[int, float]] = []  # medians by width
+        self._medians: dict[int, float] = {}  # by width
+        self._widths: list[tuple[int, float]] = []  # the same, the smallest first
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
         self._forgotten = 0.0, 0.0  # the like, of the last that was
@@ -46,14 +47,17 @@ class Costs:
         if self._forward_ct % STALE == 0:
             self._forget()
         self.forget_drafts()
-        self._widths = sorted((w, median(samples)) for w, samples in self._verify.items())
+        self._medians[width] = median(self._verify[width])
+        self._widths = sorted(self._medians.items())
 
     def _forget(self) -> None:
         for width, seen in list(self._seen.items()):
             if width > 1 and self._forward_ct - seen >= STALE:
                 self._forgotten_width = self._verify[width].popleft()
-                if not self._verify[width]:
-                    del self._verify[width], self._seen[width]
+                if samples := self._verify[width]:
+                    self._medians[width] = median(samples)
+                else:
+                    del self._verify[width], self._seen[width], self._medians[width]
 
     @property
     def forward_ct(self) -> int:
@@ -117,7 +121,8 @@ class Costs:
     @property
     def draft(self) -> float:
         """One more draft token; a quarter of a plain step until one was measured."""
-        return self.drafts(2) - self.drafts(1)
+        _, step = self._drafting(1)
+        return step
 
     def drafts(self, num_tokens: int, num_sequences: int = 1) -> float:
         """Drafts of so many tokens for each of some sequences in step, or for about so many.

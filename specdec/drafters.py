@@ -171,7 +171,7 @@ class ModelDrafter(Drafter):
                 token = request.sampler.guess(logits, request.ids, draft)
                 if token is not None and token in self._shared:
                     draft.append(token)
-                    if goes_on(request, logits[0], token) and wanted > 1:
+                    if goes_on(request, logits, token) and wanted > 1:
                         going.append((index, cache, [token], wanted - 1))
             live = going
         return [
@@ -212,6 +212,6 @@ class ModelDrafter(Drafter):
         return None
 
 
-def goes_on(request: DraftRequest, row: Logits, token: int) -> bool:
-    """Whether to draft on after ``token``, by the draft's row ``(width,)`` that it is of."""
-    return request.go_on is None or request.go_on(probability(row, token))
+def goes_on(request: DraftRequest, logits: Logits, token: int) -> bool:
+    """Whether to draft on after ``token``, by the draft's row ``(1, width)`` that it is of."""
+    return request.go_on is None or request.go_on(probability(logits[0], token))

@@ -33,13 +33,13 @@ MEMORY = 96  # tokens after which what was seen counts 1/e
 # useless one shows soon.
 RATES = np.array((0.99, 0.96, 0.9, 0.8, 0.65, 0.5, 0.3, 0.15, 0.02))
 ODDS = np.array((0.45, 0.25, 0.08, 0.05, 0.05, 0.04, 0.03, 0.02, 0.03))
-LOG_FAILS = np.log(1 - RATES)
-LOG_ODDS = np.stack([LOG_FAILS, np.log(RATES) - LOG_FAILS])  # for every draft tried, and stood
+# What a draft that was tried adds to the logarithms of those odds, and one that stood besides.
+EVIDENCE = np.stack([np.log(1 - RATES), np.log(RATES / (1 - RATES))])
 NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 CROWD = 0.04  # and so much more for every neighbour, who seldom drafts alike
-PROBE_GAP = 4  # plain steps at least between drafts that aren't expected to pay
+PROBE_GAP = 4  # plain steps after which to plan anew where they are best, and perhaps to probe
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
 CONFIDENCES = (0.3, 0.5, 0.7, 0.85, 0.95)  # where what a draft thinks of itself is divided
@@ -51,7 +51,7 @@ class Acceptance:
 
     def __init__(self, max_draft_tokens: int) -> None:
         num_kinds = len(CONFIDENCES) + 1
-        self._counts = np.zeros((max_draft_tokens + num_kinds + 1, 2))  # of all that follow
+        self._counts = np.zeros((max_draft_tokens + num_kinds + 1, 2))  # these three are its parts
         self.positions = self._counts[:max_draft_tokens]  # tried, stood
         self._confidences = self._counts[max_draft_tokens:-1]  # the same
         self._failures = self._counts[-1]  # expected by confidence, and seen
@@ -86,13 +86,13 @@ class Acceptance:
     def observe(self, confidences: Sequence[float], num_proposed: int, num_correct: int) -> None:
         """Enter a round: the tokens it brought make what came before count less."""
         self._age(num_correct + 1)
-        for position in range(min(num_correct + 1, num_proposed)):
-            pairs = [self.positions[position]]
-            if position < len(confidences):
-                pairs.append(self._confidences[bisect_left(CONFIDENCES, confidences[position])])
-                self._failures += doubt(confidences[position]), position == num_correct
-            for pair in pairs:
-                pair += 1, position < num_correct
+        num_tried = min(num_correct + 1, num_proposed)
+        self.positions[:num_tried, 0] += 1
+        self.positions[:num_correct, 1] += 1
+        for position, confidence in enumerate(confidences[:num_tried]):
+            stood = position < num_correct
+            self._confidences[bisect_left(CONFIDENCES, confidence)] += 1, stood
+            self._failures += doubt(confidence), not stood
 
 
 def standing(texts: Sequence[Acceptance]) -> list[list[float]]:
@@ -105,8 +105,8 @@ def standing(texts: Sequence[Acceptance]) -> list[list[float]]:
     seen = np.array([text.positions for text in texts])
     own = seen.sum(axis=1)
     others = own.sum(axis=0) - own
-    own += others * (NEIGHBOURS / np.maximum(NEIGHBOURS, others[:, :1]))
-    odds = ODDS * np.exp(own @ LOG_ODDS)
+    tally = own + others * (NEIGHBOURS / np.maximum(NEIGHBOURS, others[:, :1]))
+    odds = ODDS * np.exp(tally @ EVIDENCE)
     all_stand = odds @ powers(seen.shape[1] + 1)
     pooled = POOL_WEIGHT * all_stand[:, 1:] / all_stand[:, :-1]
     chances: list[list[float]] = ((seen[..., 1] + pooled) / (seen[..., 0] + POOL_WEIGHT)).tolist()
@@ -227,10 +227,10 @@ class MeasuredLength(FixedLength):
         most. Who drafts does so up to a common number, and to what is worth its places in the
         target's forward.
         """
-        first, number = policies[0], len(policies)
-        if first._plain_ct % PROBE_GAP and all(p._plain_for == num_sequences for p in policies):
+        costs, number = policies[0].costs, len(policies)
+        is_due = policies[0]._plain_ct % PROBE_GAP == 0
+        if not is_due and all(policy._plain_for == num_sequences for policy in policies):
             return [0] * number  # a few plain steps change little, and planning takes time
-        costs = first.costs
         chances: list[list[float]] = []
         rates = standing([policy.acceptance for policy in policies])
         for policy, limit, own in zip(policies, limits, rates, strict=True):
@@ -263,6 +263,7 @@ class MeasuredLength(FixedLength):
         if stake > 0:  # to hope anew is a probe, and may take longer than saved up; that is owed
             probing = costs.may_lose(0.0)
             planned = planned if probing else 0
+        is_plain_best = plan.num_drafts == planned == 0 and not is_stale
         checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
         for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
             if len(chances[index]) == policy.num_draft_tokens:  # else the end of the text is near
@@ -272,7 +273,7 @@ class MeasuredLength(FixedLength):
             policy._confidences, policy._given_up, policy._probing = [], 0, probing
             policy._planned = min(planned, len(mine))
             policy._beside = planned if number > 1 else 0
-            policy._plain_for = None if planned or is_stale else num_sequences
+            policy._plain_for = num_sequences if is_plain_best else None
             policy._stake = (stake + plan.reading) / seconds[0] if stake else 0.0
             if number > 1 and policy._planned and not probing:
                 policy._planned = worth_checking(

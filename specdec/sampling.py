@@ -168,6 +168,13 @@ class Sampler:
             )
         self.params = params
         self.seed = self._seed(params)
+        self._looks_back = bool(
+            params.logit_bias
+            or params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.processors
+        )
         self._prompt_length = prompt_length
         self._num_tokens = vocab.num_tokens
         self._holes = vocab.holes
@@ -238,7 +245,7 @@ class Sampler:
         rows = on_host(logits)[:, : self._num_tokens]
         if self._holes:
             rows = masked(rows, [i for i in self._holes if i < rows.shape[1]])
-        if not self._looks_back(len(ids) - self._prompt_length):
+        if not self._looks_back and len(ids) - self._prompt_length >= self.params.min_tokens:
             return rows
         xp = array_namespace(rows)
         skip = len(drafts) + 1 - rows.shape[0]
@@ -287,17 +294,6 @@ class Sampler:
         """Whether scores may lie further apart than the logits they are made of."""
         params = self.params
         return self.has_filters or bool(params.processors) or params.repetition_penalty != 1
-
-    def _looks_back(self, num_new: int) -> bool:
-        params = self.params
-        return bool(
-            params.logit_bias
-            or params.repetition_penalty != 1
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.processors
-            or num_new < params.min_tokens
-        )
 
     def _adjusted(self, row: Logits, ids: list[int], xp: Any) -> Logits:
         params = self.params

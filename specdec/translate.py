@@ -320,7 +320,7 @@ class TranslatingDrafter(Drafter):
             if guess not in tables.to_draft:  # a processor wanted it, and the draft can't go on
                 return False
             run.fed = [tables.to_draft[guess]]
-            return goes_on(request, row[0], guess)
+            return goes_on(request, row, guess)
         vocab = self.backend.vocab
         row = on_host(row)[:, : vocab.num_tokens]
         (token,), (score,) = pick(masked(row, vocab.holes) if vocab.holes else row)

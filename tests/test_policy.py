@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,17 @@ from hypothesis import strategies as st
 
 from specdec import Draft, Drafter, DraftRequest, SamplingParams, SpeculativeDecoder
 from specdec.costs import Costs
-from specdec.policy import Acceptance, MeasuredLength, best_length, break_even, plan_round
+from specdec.policy import (
+    ODDS,
+    PROBE_GAP,
+    RATES,
+    Acceptance,
+    MeasuredLength,
+    best_length,
+    break_even,
+    plan_round,
+    standing,
+)
 from specdec.request import Verification
 from specdec.testing import TableBackend, VirtualClock
 
@@ -193,6 +205,75 @@ def test_acceptance_is_a_probability(rounds: list[tuple[int, int]]) -> None:
 
 
 @given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_texts_that_decode_together_tell_a_little_of_each_other(
+    texts: list[list[tuple[int, int]]],
+) -> None:
+    """By the book: the chances of each rate, given what was seen, and of one more to stand."""
+    found = [Acceptance(5) for _ in texts]
+    for acceptance, rounds in zip(found, texts, strict=True):
+        for num_proposed, num_correct in rounds:
+            acceptance.observe([], num_proposed, min(num_proposed, num_correct))
+    for acceptance, rates in zip(found, standing(found), strict=True):
+        tried, stood = map(float, acceptance.positions.sum(axis=0))
+        others = [other for other in found if other is not acceptance]
+        beside = sum(float(other.positions[:, 0].sum()) for other in others)
+        weight = min(1.0, 8 / beside) if beside else 0.0
+        tried += weight * beside
+        stood += weight * sum(float(other.positions[:, 1].sum()) for other in others)
+        odds = [
+            odd * rate**stood * (1 - rate) ** (tried - stood)
+            for rate, odd in zip(RATES, ODDS, strict=True)
+        ]
+        for (tried_here, stood_here), rate in zip(acceptance.positions, rates, strict=True):
+            after = [odd * rate for odd, rate in zip(odds, RATES, strict=True)]
+            chance = (stood_here + 4 * sum(after) / sum(odds)) / (tried_here + 4)
+            assert rate == pytest.approx(chance)
+            odds = after
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 20), st.floats(0.5, 2.0)), min_size=1, max_size=40),
+    drafts=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), max_size=8),
+    num_sequences=st.integers(1, 8),
+    data=st.data(),
+)
+def test_a_round_takes_what_its_parts_do(
+    samples: list[tuple[int, float]],
+    drafts: list[tuple[int, int]],
+    num_sequences: int,
+    data: st.DataObject,
+) -> None:
+    found = Costs()
+    for width, seconds in samples:
+        found.count_verify(width, seconds)
+    for num_tokens, beside in drafts:
+        found.count_draft(0.1 * num_tokens, num_tokens, beside)
+    found.count_rest(0.25, drafting=True)
+    drafting = data.draw(st.integers(1, num_sequences))
+    rounds = found.rounds(16, num_sequences, drafting)
+    plain = found.verify(num_sequences)
+    assert rounds[0] == plain
+    assert found.drafts(0, drafting) == 0
+    for count in range(1, 17):
+        width = num_sequences + count * drafting
+        checking = max(plain, found.verify(width, hopeful=num_sequences == 1))
+        whole = found.drafts(count, drafting) + checking + 0.25
+        assert rounds[count] == pytest.approx(whole)
+    for width in range(1, 30):
+        sure, hope = (found.verify(width, hopeful=hopeful) for hopeful in (False, True))
+        assert hope <= sure  # hope makes nothing dearer
+        known = [seconds for other, seconds in samples if other == width]
+        if len(known) >= 3:
+            assert sure == pytest.approx(median(known[-9:]))
+
+
+@given(
     draft=st.floats(1e-4, 10.0),
     verify=st.lists(st.floats(1e-3, 10.0), min_size=1, max_size=17),
     limit=st.integers(0, 20),
@@ -345,6 +426,60 @@ def test_who_has_read_drafts_without_the_others() -> None:
     assert MeasuredLength.together(policies, [60, 60], [0, 0], 2) == [8, 8]
 
 
+def planned(
+    monkeypatch: pytest.MonkeyPatch, policies: Sequence[MeasuredLength], num_rounds: int
+) -> list[bool]:
+    """Round by round, whether it was planned anew; nobody drafts."""
+    plans: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        plans.append(1)
+        return plan_round(*args)
+
+    monkeypatch.setattr("specdec.policy.plan_round", counted)
+    found = []
+    for _ in range(num_rounds):
+        number, before = len(policies), len(plans)
+        counts = MeasuredLength.together(policies, [99] * number, [0] * number, number)
+        assert counts == [0] * number
+        for each in policies:
+            each.observe(0, 0)
+        found.append(len(plans) > before)
+    return found
+
+
+def test_plain_steps_in_a_row_are_planned_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    dear = costs(9.0, *[1.0] * 72)
+    alone = seen(dear, 8, 0)
+    assert planned(monkeypatch, [alone], 12) == [True, False, False, False] * 3
+    assert alone.predicted_speedup == 1
+    newcomer = seen(dear, 8, 0)  # so it is planned anew, and where one leaves
+    assert planned(monkeypatch, [alone, newcomer], 2) == [True, False]
+    assert planned(monkeypatch, [alone], 2) == [True, False]
+
+
+def test_a_good_newcomer_drafts_at_once() -> None:
+    cheap = costs(0.05, *[1.0] * 72)
+    useless = seen(cheap, 8, 0, rounds=200)
+    for _ in range(2):
+        assert useless.wanted(99) == 0
+        useless.observe(0, 0)
+    counts = MeasuredLength.together([useless, seen(cheap, 8, 8)], [99, 99], [0, 0], 2)
+    assert counts[1] > 0
+
+
+def test_after_a_plain_step_for_its_time_drafts_go_on() -> None:
+    cheap = costs(0.05, *[1.0] * 17)
+    good = seen(cheap, 8, 8)
+    assert good.wanted(99) == 8
+    for _ in range(600):
+        cheap.count_verify(9, 1.0)
+    assert good.wanted(99) == 0
+    good.observe(0, 0)
+    cheap.count_verify(1, 1.0)
+    assert good.wanted(99) == 8
+
+
 def test_a_neighbour_that_never_drafts_makes_no_probe_come_sooner_or_cheaper() -> None:
     known = costs(0.9, *[1.0] * 72)
     known.count_read(300.0, 100)
@@ -359,7 +494,7 @@ def test_a_neighbour_that_never_drafts_makes_no_probe_come_sooner_or_cheaper() -
         assert counts[1] == 0
     probes = [number for number, count in enumerate(rounds) if count]
     assert probes
-    assert all(later - sooner > 4 for sooner, later in pairwise(probes))
+    assert all(later - sooner > PROBE_GAP for sooner, later in pairwise(probes))
     assert len(probes) < 9  # each costs the other as much time, and that is counted
     assert waiting.predicted_speedup is not None
     assert drafting.predicted_speedup is not None
