@@ -51,7 +51,13 @@ class MemberCosts(Costs):
         return num_tokens * self.read  # unknown is free: a member gets its try anyway
 
     @override
-    def at_stake(self, num_tokens: int, width: int) -> float:
+    def forget_drafts(self) -> None:
+        super().forget_drafts()
+        if self.forgot_drafts:
+            self._lines.clear()
+
+    @override
+    def at_stake(self, width: int) -> float:
         return 0.0
 
     @override

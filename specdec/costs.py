@@ -33,7 +33,6 @@ class Costs:
         self._widths: list[tuple[int, float]] = []  # the same, the smallest first
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
-        self._forgotten = 0.0, 0.0  # the like, of the last that was
         self._forgotten_width = 0.0  # seconds, of the last that was
         self._drafted_in = 0  # the last of these, STALE forwards each
         self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
@@ -74,6 +73,8 @@ class Costs:
 
     def count_draft(self, seconds: float, num_tokens: int, num_sequences: int = 1) -> None:
         """Enter drafts of up to ``num_tokens`` for several sequences in step."""
+        if self.forgot_drafts:
+            self._lines.clear()
         self._draft[num_sequences].append((num_tokens, positive(seconds)))
         self._drafted_in = math.ceil(self.forward_ct / STALE)
         self._fit(num_sequences)
@@ -81,9 +82,15 @@ class Costs:
     def _fit(self, num_sequences: int) -> None:
         if samples := self._draft[num_sequences]:
             self._lines[num_sequences] = line_through(samples)
-        else:
-            self._forgotten = self._lines.pop(num_sequences)
-            del self._draft[num_sequences]
+            return
+        del self._draft[num_sequences]
+        if self._draft:
+            del self._lines[num_sequences]
+
+    @property
+    def forgot_drafts(self) -> bool:
+        """Whether all that is known of drafts is so old that it should be measured again."""
+        return bool(self._lines) and not self._draft
 
     def count_rest(self, seconds: float, *, drafting: bool) -> None:
         """Enter the loop's own time in a round, rollback included."""
@@ -136,7 +143,7 @@ class Costs:
 
     def _drafting(self, num_sequences: int) -> tuple[float, float]:
         """That line: seconds at 0 drafts, and for each more."""
-        if not self._draft:
+        if not self._lines:
             return 0.0, self.verify(num_sequences) / 4
         if num_sequences in self._lines:
             return self._lines[num_sequences]
@@ -145,17 +152,10 @@ class Costs:
         more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
         return more * base, more * step
 
-    def at_stake(self, num_tokens: int, width: int) -> float:
-        """Seconds that are forgotten of drafts of so many tokens and of a forward to check them.
-
-        0 where the times of any drafts and of such a width, or a wider one, are known.
-        """
-        if num_tokens == 0:
-            return 0.0
-        base, step = self._forgotten
-        drafts = 0.0 if self._draft else base + step * num_tokens
+    def at_stake(self, width: int) -> float:
+        """Seconds that are forgotten of a forward so wide; 0 where it, or a wider one, is known."""
         known = not self._widths or rounded(width) <= self._widths[-1][0]
-        return drafts + (0.0 if known else self._forgotten_width)
+        return 0.0 if known else self._forgotten_width
 
     def rest(self, *, drafting: bool) -> float:
         """The loop's own work in a round; a rollback may have its price."""

@@ -367,7 +367,7 @@ class SpeculativeDecoder:
                         if self._is_worth_calibrating(sequence):
                             self._calibrate(sequence)
                     if decoding := [s for s in active if s.ready]:
-                        self._round(decoding)
+                        self._round(decoding, len(active))
                     self._keep([s for s in active if s.output.finish_reason])
                     active = [s for s in active if s.output.finish_reason is None]
                 yield [s for s in joining if s.output.finish_reason]
@@ -438,10 +438,17 @@ class SpeculativeDecoder:
             if self.drafter is not None:
                 self.drafter.clear()
 
-    def _round(self, active: Sequence[Request]) -> None:
-        """Draft, verify, commit, roll back: one target forward for all of ``active``."""
+    def _round(self, active: Sequence[Request], num_sequences: int) -> None:
+        """Draft, verify, commit, roll back: one target forward for all of ``active``.
+
+        Args:
+            active: Those that have been read.
+            num_sequences: How many these will be with those that are being read.
+        """
         limits = [max(0, self._limit(sequence)) for sequence in active]
-        requests = self._proposer.requests(active, limits) if self._proposer else {}
+        requests = {}
+        if self._proposer is not None:
+            requests = self._proposer.requests(active, limits, num_sequences)
         started = self._clock()
         drafts = [Draft(())] * len(active)
         if self._proposer is not None and requests:

@@ -158,6 +158,11 @@ class FixedLength:
         """Makes no difference."""
 
     @property
+    def wants_trial(self) -> bool:
+        """Whether something should be drafted only to see how long it takes."""
+        return False
+
+    @property
     def go_on(self) -> Callable[[float], bool] | None:
         """Tells a drafter, by the probability that it gives its last draft, whether to go on."""
         return None
@@ -239,8 +244,8 @@ class MeasuredLength(FixedLength):
         # Seconds for each, and those like it, before the first draft.
         reading = [costs.reading(lag) * num_sequences / number for lag in lags]
         # Having read is good until a text ends, and its successor changes what pays. If texts end
-        # anywhere up to twice their limit, the first does so at 2 / (number + 1) of it.
-        horizons = [min((limit + 1) * 2 / (number + 1), MEMORY) for limit in limits]
+        # anywhere up to twice their limit, the first of n does so at 2 / (n + 1) of it.
+        horizons = [min((limit + 1) * 2 / (num_sequences + 1), MEMORY) for limit in limits]
         late = [lag >= READ_TOKENS for lag in lags]
         who: list[Sequence[Sequence[float]]] = [chances]
         if any(late) and not all(late):  # first: of equals, those who read nothing
@@ -259,7 +264,7 @@ class MeasuredLength(FixedLength):
             rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
             planned = planned if probing else 0
-        stake = costs.at_stake(planned, num_sequences + plan.num_drafting * planned)
+        stake = costs.at_stake(num_sequences + plan.num_drafting * planned) if planned else 0.0
         if stake > 0:  # to hope anew is a probe, and may take longer than saved up; that is owed
             probing = costs.may_lose(0.0)
             planned = planned if probing else 0
@@ -282,6 +287,12 @@ class MeasuredLength(FixedLength):
                     plan.rate * reading[index] / horizons[index],
                 )
         return [policy._planned for policy in policies]
+
+    @property
+    @override
+    def wants_trial(self) -> bool:
+        """Whether that was forgotten, and other trials and probes are paid for."""
+        return self.costs.forgot_drafts and self.costs.may_lose(0.0)
 
     @property
     def go_on(self) -> Callable[[float], bool]:

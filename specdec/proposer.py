@@ -44,10 +44,19 @@ class Proposer:
         self._may_stop = may_stop
         self._may_choose = may_choose
 
-    def requests(self, active: Sequence[Request], limits: Sequence[int]) -> dict[int, DraftRequest]:
-        """What to ask for, by the number of the sequence. Who lags far behind reads first."""
+    def requests(
+        self, active: Sequence[Request], limits: Sequence[int], num_sequences: int
+    ) -> dict[int, DraftRequest]:
+        """What to ask for, by the number of the sequence. Who lags far behind reads first.
+
+        Args:
+            active: All that decode.
+            limits: The most drafts that a round of each may check.
+            num_sequences: How many will, when those that are being read have been.
+        """
         requests: dict[int, DraftRequest] = {}
-        lags, planned = self._planned(active, limits)
+        self._time_again(active, limits)
+        lags, planned = self._planned(active, limits, num_sequences)
         for index, count in planned.items():
             self._catch_up(active[index], lags[index])
             go_on = active[index].policy.go_on if self._may_stop else None
@@ -69,12 +78,27 @@ class Proposer:
 
     def try_out(self, sequence: Request, limit: int) -> None:
         """Draft twice for the times alone; the first may be slow for being the first."""
-        count = min(TRIAL_TOKENS, limit)
-        if count > 0:
+        if limit > 0:
             self._catch_up(sequence, self.drafter.lag(sequence.draft_state, sequence.ids))
             for _ in range(2):
-                self.ask([self._request(sequence, count, None)])
-                self.drafter.commit(sequence.draft_state, sequence.ids)
+                self._try(sequence, sequence.ids, limit)
+
+    def _time_again(self, active: Sequence[Request], limits: Sequence[int]) -> None:
+        """Draft for the time alone, if it was forgotten, behind what the drafter has read."""
+        for sequence, limit in zip(active, limits, strict=True):
+            if sequence.drafter is not None and sequence.policy.wants_trial and limit > 0:
+                lag = self.drafter.lag(sequence.draft_state, sequence.ids)
+                started = self._clock()
+                self._try(sequence, sequence.ids[: len(sequence.ids) - lag], limit)
+                seconds = self._clock() - started
+                sequence.stats.draft_seconds += seconds
+                steps = seconds / self._costs.rounds(0, len(active))[0]
+                self._costs.count_tokens(0, steps * len(active))
+
+    def _try(self, sequence: Request, ids: Sequence[int], limit: int) -> None:
+        count = min(TRIAL_TOKENS, limit)
+        self.ask([self._request(sequence, count, None)._replace(ids=ids)])
+        self.drafter.commit(sequence.draft_state, ids)
 
     def read_on(
         self, number: int, active: Sequence[Request], limits: Sequence[int], room: int
@@ -89,7 +113,7 @@ class Proposer:
         """
         sequence = active[number]
         lag = self.drafter.lag(sequence.draft_state, sequence.ids)
-        if lag < READ_TOKENS or number not in self._planned(active, limits)[1]:
+        if lag < READ_TOKENS or number not in self._planned(active, limits, len(active))[1]:
             return True
         if 0 < lag * self._costs.read <= self._costs.verify(len(active)):  # as of a lookup
             room = max(room, lag + 1)
@@ -100,7 +124,7 @@ class Proposer:
         return left < READ_TOKENS or left >= lag
 
     def _planned(
-        self, active: Sequence[Request], limits: Sequence[int]
+        self, active: Sequence[Request], limits: Sequence[int], num_sequences: int
     ) -> tuple[dict[int, int], dict[int, int]]:
         """By the number of the sequence, its lag and how many drafts it is to have, if any."""
         asked = [index for index, each in enumerate(active) if each.drafter is not None]
@@ -112,7 +136,7 @@ class Proposer:
             [each.policy for each in sequences],
             [limits[index] for index in asked],
             lags,
-            len(active),
+            num_sequences,
         )
         planned = {index: count for index, count in zip(asked, counts, strict=True) if count > 0}
         return dict(zip(asked, lags, strict=True)), planned
