@@ -57,7 +57,7 @@ class MemberCosts(Costs):
             self._lines.clear()
 
     @override
-    def at_stake(self, width: int) -> float:
+    def at_stake(self, num_tokens: int, width: int) -> float:
         return 0.0
 
     @override

@@ -33,6 +33,7 @@ class Costs:
         self._widths: list[tuple[int, float]] = []  # the same, the smallest first
         self._draft: dict[int, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=24))
         self._lines: dict[int, tuple[float, float]] = {}  # seconds at 0 drafts, and for each more
+        self._only_tried = False  # since they were forgotten
         self._forgotten_width = 0.0  # seconds, of the last that was
         self._drafted_in = 0  # the last of these, STALE forwards each
         self._rest = {drafting: deque[float](maxlen=15) for drafting in (False, True)}
@@ -75,6 +76,7 @@ class Costs:
         """Enter drafts of up to ``num_tokens`` for several sequences in step."""
         if self.forgot_drafts:
             self._lines.clear()
+        self._only_tried = False
         self._draft[num_sequences].append((num_tokens, positive(seconds)))
         self._drafted_in = math.ceil(self.forward_ct / STALE)
         self._fit(num_sequences)
@@ -116,6 +118,11 @@ class Costs:
         saved = self._budget + PROBE_SHARE * num_tokens
         self._budget = min(saved, PROBE_SHARE * BUDGET_TOKENS) - lost
 
+    def count_trial(self, lost: float) -> None:
+        """Enter the plain steps that it took to measure drafts anew, behind a short text."""
+        self._only_tried = True
+        self.count_tokens(0, lost)
+
     def may_lose(self, steps: float) -> bool:
         """Whether drafts that lose so many plain steps are within what may go into probes."""
         return steps <= self._budget
@@ -152,10 +159,14 @@ class Costs:
         more = self.verify(num_sequences) / self.verify(nearest) if num_sequences > nearest else 1.0
         return more * base, more * step
 
-    def at_stake(self, width: int) -> float:
-        """Seconds that are forgotten of a forward so wide; 0 where it, or a wider one, is known."""
+    def at_stake(self, num_tokens: int, width: int) -> float:
+        """Seconds that drafts of so many tokens, and a forward to check them, may take beside hope.
+
+        0 where drafts were seen since they were forgotten, and such a width, or a wider one, too.
+        """
+        drafts = self.drafts(num_tokens) if self._only_tried else 0.0
         known = not self._widths or rounded(width) <= self._widths[-1][0]
-        return 0.0 if known else self._forgotten_width
+        return drafts + (0.0 if known else self._forgotten_width)
 
     def rest(self, *, drafting: bool) -> float:
         """The loop's own work in a round; a rollback may have its price."""

@@ -367,7 +367,7 @@ class SpeculativeDecoder:
                         if self._is_worth_calibrating(sequence):
                             self._calibrate(sequence)
                     if decoding := [s for s in active if s.ready]:
-                        self._round(decoding, len(active))
+                        self._round(decoding, may_read=len(decoding) == len(active))
                     self._keep([s for s in active if s.output.finish_reason])
                     active = [s for s in active if s.output.finish_reason is None]
                 yield [s for s in joining if s.output.finish_reason]
@@ -438,17 +438,16 @@ class SpeculativeDecoder:
             if self.drafter is not None:
                 self.drafter.clear()
 
-    def _round(self, active: Sequence[Request], num_sequences: int) -> None:
+    def _round(self, active: Sequence[Request], *, may_read: bool) -> None:
         """Draft, verify, commit, roll back: one target forward for all of ``active``.
 
-        Args:
-            active: Those that have been read.
-            num_sequences: How many these will be with those that are being read.
+        ``may_read``: whether the drafter may read what it lags far behind.
         """
         limits = [max(0, self._limit(sequence)) for sequence in active]
         requests = {}
         if self._proposer is not None:
-            requests = self._proposer.requests(active, limits, num_sequences)
+            self._proposer.time_again(active, limits)
+            requests = self._proposer.requests(active, limits, may_read=may_read)
         started = self._clock()
         drafts = [Draft(())] * len(active)
         if self._proposer is not None and requests:

@@ -64,6 +64,13 @@ class Drafter(Protocol):
         """Read them; called where they are many."""
         return
 
+    def known_part(self, state: Any, ids: Sequence[int]) -> Sequence[int]:
+        """The beginning of ``ids`` that it can draft behind without reading; all if there is none.
+
+        A trial may ask for drafts behind that, only to see how long they take.
+        """
+        return ids
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Draft for every request, in order."""
         ...
@@ -144,6 +151,11 @@ class ModelDrafter(Drafter):
         state.reason = state.reason or self._why_not(len(ids), unread)
         if state.reason is None:
             prefill(self._kept.forward, state.cache, unread)
+
+    @override
+    def known_part(self, state: _State, ids: Sequence[int]) -> Sequence[int]:
+        """What is in the cache, and as much more as every draft reads."""
+        return ids[: len(state.cache) + 2]
 
     @override
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -145,6 +145,8 @@ class FixedLength:
         limits: Sequence[int],
         lags: Sequence[int],
         num_sequences: int,
+        *,
+        may_read: bool = True,
     ) -> list[int]:
         """What ``wanted`` says for each of some sequences, of policies of the same kind."""
         asked = zip(policies, limits, lags, strict=True)
@@ -225,6 +227,8 @@ class MeasuredLength(FixedLength):
         limits: Sequence[int],
         lags: Sequence[int],
         num_sequences: int,
+        *,
+        may_read: bool = True,
     ) -> list[int]:
         """What ``wanted`` says for each of some sequences that share the costs of a round.
 
@@ -248,8 +252,10 @@ class MeasuredLength(FixedLength):
         horizons = [min((limit + 1) * 2 / (num_sequences + 1), MEMORY) for limit in limits]
         late = [lag >= READ_TOKENS for lag in lags]
         who: list[Sequence[Sequence[float]]] = [chances]
-        if any(late) and not all(late):  # first: of equals, those who read nothing
-            read = [[] if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
+        read = [[] if is_late else mine for mine, is_late in zip(chances, late, strict=True)]
+        if not may_read:
+            who = [read]
+        elif any(late) and not all(late):  # first: of equals, those who read nothing
             who.insert(0, read)
         plans = [plan_round(costs, each, reading, horizons, num_sequences) for each in who]
         plan = max(plans, key=lambda each: (each.num_drafts > 0, each.rate))
@@ -264,14 +270,16 @@ class MeasuredLength(FixedLength):
             rested = max(policy._plain_ct for policy in drafters) >= PROBE_GAP
             probing = rested and costs.may_lose(loss * number)
             planned = planned if probing else 0
-        stake = costs.at_stake(num_sequences + plan.num_drafting * planned) if planned else 0.0
+        width = num_sequences + plan.num_drafting * planned
+        stake = costs.at_stake(planned, width) if planned else 0.0
         if stake > 0:  # to hope anew is a probe, and may take longer than saved up; that is owed
             probing = costs.may_lose(0.0)
             planned = planned if probing else 0
         is_plain_best = plan.num_drafts == planned == 0 and not is_stale
         checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
         for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
-            if len(chances[index]) == policy.num_draft_tokens:  # else the end of the text is near
+            # Else the end of the text is near.
+            if len(chances[index]) == policy.num_draft_tokens and may_read:
                 policy._pays, policy._is_left_out = plan.num_drafts > 0, not mine
             policy._seconds, policy._num_drafting = seconds, plan.num_drafting
             policy._rate, policy._extra = plan.rate / plan.num_drafting, plan.reading
@@ -291,7 +299,7 @@ class MeasuredLength(FixedLength):
     @property
     @override
     def wants_trial(self) -> bool:
-        """Whether that was forgotten, and other trials and probes are paid for."""
+        """Whether the times of drafts were forgotten, and other trials and probes are paid for."""
         return self.costs.forgot_drafts and self.costs.may_lose(0.0)
 
     @property

@@ -45,22 +45,22 @@ class Proposer:
         self._may_choose = may_choose
 
     def requests(
-        self, active: Sequence[Request], limits: Sequence[int], num_sequences: int
+        self, active: Sequence[Request], limits: Sequence[int], *, may_read: bool
     ) -> dict[int, DraftRequest]:
-        """What to ask for, by the number of the sequence. Who lags far behind reads first.
+        """What to ask for, by the number of the sequence.
 
         Args:
             active: All that decode.
             limits: The most drafts that a round of each may check.
-            num_sequences: How many will, when those that are being read have been.
+            may_read: Whether those who lag far behind may read first. Not while another text is
+                being read: it will be there soon, and change what pays.
         """
         requests: dict[int, DraftRequest] = {}
-        self._time_again(active, limits)
-        lags, planned = self._planned(active, limits, num_sequences)
+        lags, planned = self._planned(active, limits, may_read=may_read)
         for index, count in planned.items():
             self._catch_up(active[index], lags[index])
             go_on = active[index].policy.go_on if self._may_stop else None
-            requests[index] = self._request(active[index], count, go_on)
+            requests[index] = self._request(active[index], active[index].ids, count, go_on)
         return requests
 
     def propose(
@@ -76,29 +76,33 @@ class Proposer:
             drafts[index] = draft
         return drafts
 
-    def try_out(self, sequence: Request, limit: int) -> None:
-        """Draft twice for the times alone; the first may be slow for being the first."""
-        if limit > 0:
-            self._catch_up(sequence, self.drafter.lag(sequence.draft_state, sequence.ids))
-            for _ in range(2):
-                self._try(sequence, sequence.ids, limit)
+    def try_out(self, sequence: Request, limit: int, ids: Sequence[int] | None = None) -> None:
+        """Draft twice for the times alone; the first may be slow for being the first.
 
-    def _time_again(self, active: Sequence[Request], limits: Sequence[int]) -> None:
-        """Draft for the time alone, if it was forgotten, behind what the drafter has read."""
+        Args:
+            sequence: What to draft for.
+            limit: The most drafts that make sense.
+            ids: Its beginning, behind which to draft; None: all of it.
+        """
+        if ids is None or len(ids) == len(sequence.ids):
+            ids = sequence.ids
+            self._catch_up(sequence, self.drafter.lag(sequence.draft_state, ids))
+        for _ in range(2 if limit > 0 else 0):
+            self.ask([self._request(sequence, ids, min(TRIAL_TOKENS, limit), None)])
+            self.drafter.commit(sequence.draft_state, ids)
+
+    def time_again(self, active: Sequence[Request], limits: Sequence[int]) -> None:
+        """Try the drafter out if its times were forgotten, without reading if it can."""
         for sequence, limit in zip(active, limits, strict=True):
-            if sequence.drafter is not None and sequence.policy.wants_trial and limit > 0:
-                lag = self.drafter.lag(sequence.draft_state, sequence.ids)
+            if limit > 0 and sequence.policy.wants_trial:
                 started = self._clock()
-                self._try(sequence, sequence.ids[: len(sequence.ids) - lag], limit)
+                known = self.drafter.known_part(sequence.draft_state, sequence.ids)
+                self.try_out(sequence, limit, known)
                 seconds = self._clock() - started
-                sequence.stats.draft_seconds += seconds
+                sequence.stats.prefill_seconds += seconds
                 steps = seconds / self._costs.rounds(0, len(active))[0]
-                self._costs.count_tokens(0, steps * len(active))
-
-    def _try(self, sequence: Request, ids: Sequence[int], limit: int) -> None:
-        count = min(TRIAL_TOKENS, limit)
-        self.ask([self._request(sequence, count, None)._replace(ids=ids)])
-        self.drafter.commit(sequence.draft_state, ids)
+                self._costs.count_trial(steps * len(active))
+                return
 
     def read_on(
         self, number: int, active: Sequence[Request], limits: Sequence[int], room: int
@@ -113,7 +117,7 @@ class Proposer:
         """
         sequence = active[number]
         lag = self.drafter.lag(sequence.draft_state, sequence.ids)
-        if lag < READ_TOKENS or number not in self._planned(active, limits, len(active))[1]:
+        if lag < READ_TOKENS or number not in self._planned(active, limits, may_read=True)[1]:
             return True
         if 0 < lag * self._costs.read <= self._costs.verify(len(active)):  # as of a lookup
             room = max(room, lag + 1)
@@ -124,7 +128,7 @@ class Proposer:
         return left < READ_TOKENS or left >= lag
 
     def _planned(
-        self, active: Sequence[Request], limits: Sequence[int], num_sequences: int
+        self, active: Sequence[Request], limits: Sequence[int], *, may_read: bool
     ) -> tuple[dict[int, int], dict[int, int]]:
         """By the number of the sequence, its lag and how many drafts it is to have, if any."""
         asked = [index for index, each in enumerate(active) if each.drafter is not None]
@@ -136,17 +140,21 @@ class Proposer:
             [each.policy for each in sequences],
             [limits[index] for index in asked],
             lags,
-            num_sequences,
+            len(active),
+            may_read=may_read,
         )
         planned = {index: count for index, count in zip(asked, counts, strict=True) if count > 0}
         return dict(zip(asked, lags, strict=True)), planned
 
     def _request(
-        self, sequence: Request, count: int, go_on: Callable[[float], bool] | None
+        self,
+        sequence: Request,
+        ids: Sequence[int],
+        count: int,
+        go_on: Callable[[float], bool] | None,
     ) -> DraftRequest:
         sequence.sampler.forget()
-        state, policy = sequence.draft_state, sequence.policy
-        ids, sampler = sequence.ids, sequence.sampler
+        state, sampler, policy = sequence.draft_state, sequence.sampler, sequence.policy
         return DraftRequest(state, ids, count, sampler, go_on, policy, self._num_ids)
 
     def _catch_up(self, sequence: Request, lag: int) -> None:
@@ -182,7 +190,8 @@ class Proposer:
         drafts = [
             self._checked(draft, request) for draft, request in zip(answers, requests, strict=True)
         ]
-        if reading <= seconds / 2:  # else it tells little of a draft
+        is_silent = hasattr(self.drafter, "backend") and not any(each.forward_ct for each in drafts)
+        if reading <= seconds / 2 and not is_silent:  # else it tells little of a draft
             longest = max(1, *(len(draft.token_ids) for draft in drafts))
             self._costs.count_draft(seconds - reading, longest, len(requests))
         return drafts

@@ -398,13 +398,26 @@ def test_reading_has_to_pay_before_the_first_of_a_batch_ends() -> None:
 
 def test_a_width_that_was_forgotten_is_at_stake() -> None:
     found = costs(0.1, 1.0, 50.0, 50.0)
-    assert found.at_stake(3) == 0
+    assert found.at_stake(2, 3) == 0
     for _ in range(600):
         found.count_verify(1, 1.0)
-    assert found.at_stake(3) == 50.0
-    assert found.at_stake(1) == 0
+    assert found.at_stake(2, 3) == 50.0
     found.count_verify(3, 50.0)
-    assert found.at_stake(3) == 0
+    assert found.at_stake(2, 3) == 0
+
+
+def test_drafts_that_were_only_tried_are_at_stake() -> None:
+    found = costs(0.1, *[1.0] * 9)
+    for _ in range(600):
+        found.count_verify(1, 1.0)
+    assert found.forgot_drafts
+    assert found.draft == pytest.approx(0.1)  # believed until it is measured anew
+    found.count_draft(6.0, 3)
+    found.count_trial(6.0)
+    assert found.draft == pytest.approx(2.0)
+    assert found.at_stake(2, 1) == pytest.approx(4.0)
+    found.count_draft(0.4, 4)
+    assert found.at_stake(2, 1) == 0
 
 
 def test_one_that_is_left_out_is_told_why() -> None:
@@ -590,22 +603,76 @@ def test_times_that_were_forgotten_are_measured_anew_without_reading() -> None:
     assert stats[-1].accept_length > 4
 
 
-def test_who_is_being_read_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_reads_for_drafts_beside_one_that_is_being_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who has been read first is alone for a moment only, too short to let a draft read for it."""
-    asked: list[tuple[int, int]] = []
+    known = costs(0.05, *[1.0] * 17)
+    known.count_read(1.0, 100)
+    policies = [seen(known, 8, 8) for _ in range(2)]
+    assert MeasuredLength.together(policies, [99, 99], [300, 300], 2) == [8, 8]
+    assert MeasuredLength.together(policies, [99, 99], [300, 0], 2, may_read=False) == [0, 8]
+    assert MeasuredLength.together(policies, [99, 99], [300, 300], 2, may_read=False) == [0, 0]
+    assert policies[0].verdict() is None
+
+    asked: list[tuple[int, bool]] = []
     together = MeasuredLength.together
 
-    def seen(policies: Any, limits: Any, lags: Any, num_sequences: int) -> list[int]:
-        asked.append((len(policies), num_sequences))
-        return together(policies, limits, lags, num_sequences)
+    def noted(policies: Any, limits: Any, lags: Any, number: int, *, may_read: bool) -> list[int]:
+        asked.append((number, may_read))
+        return together(policies, limits, lags, number, may_read=may_read)
 
-    monkeypatch.setattr(MeasuredLength, "together", staticmethod(seen))
+    monkeypatch.setattr(MeasuredLength, "together", staticmethod(noted))
     target = TableBackend.random(16, seed=1)
     decoder = SpeculativeDecoder(target, target.sibling(0.5), keep_caches=0)
     decoder.generate_batch([[1] * 50, [2] * 900], max_new_tokens=200)
-    both = [number for number, each in enumerate(asked) if each == (2, 2)]
-    assert (1, 2) in asked
-    assert (1, 1) not in asked[: both[-1]]
+    both = [number for number, each in enumerate(asked) if each == (2, True)]
+    assert (1, False) in asked
+    assert (1, True) not in asked[: both[-1]]
+    assert (2, False) not in asked
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("other_tokens", [False, True])
+@pytest.mark.parametrize("max_context", [30, 4096])
+def test_trials_in_every_round_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    verification: Verification,
+    other_tokens: bool,
+    max_context: int,
+) -> None:
+    monkeypatch.setattr(MeasuredLength, "wants_trial", True)
+    target = TableBackend.random(16, seed=1, eos_ids=[0])
+    table, tokens = target.sibling(0.3).table, target.vocab.tokens
+    draft = TableBackend(
+        table[::-1, ::-1, ::-1] if other_tokens else table,
+        tokens=tokens[::-1] if other_tokens else tokens,
+        max_context=max_context,
+    )
+    decoder = SpeculativeDecoder(target, draft, verification=verification)
+    plain = SpeculativeDecoder(target)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8][: 1 + n] * (1 + 7 * n) for n in range(6)]
+    sampling = [SamplingParams(temperature=n % 2, seed=n) for n in range(6)]
+    for max_batch in (1, 4):
+        results = decoder.generate_batch(prompts, sampling=sampling, max_batch=max_batch)
+        expected = plain.generate_batch(prompts, sampling=sampling, max_batch=max_batch)
+        for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            if verification == "coupled" or number % 2 == 0:
+                assert result.token_ids == wanted.token_ids
+            assert result.error is None
+
+
+def test_an_answer_without_a_forward_is_no_time_of_a_draft() -> None:
+    """As of a draft whose context is full."""
+    target = TableBackend.random(16, seed=1)
+    target.cost = lambda tokens: 1.0
+    draft = target.sibling(0.0, max_context=40)
+    draft.clock, draft.cost = target.clock, lambda tokens: 0.1
+    decoder = SpeculativeDecoder(target, draft, clock=target.clock, keep_caches=0)
+    decoder.generate([1, 2], max_new_tokens=60)
+    result = decoder.generate([1, 2] * 50, max_new_tokens=60)
+    assert result.stats.num_proposed_drafts == 0
+    assert decoder.costs.draft == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
