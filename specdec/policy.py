@@ -39,6 +39,7 @@ NEIGHBOURS = 8.0  # drafts of other texts that count for this one, at most
 POOL_WEIGHT = 4.0  # what all positions say of each
 WORTH = 1.03  # times the speed of plain decoding that drafts must promise, as costs are noisy
 CROWD = 0.04  # and so much more for every neighbour, who seldom drafts alike
+IN_VAIN = 1.5  # times what reading takes that it must bring: a text may turn out a hard one
 PROBE_GAP = 4  # plain steps after which to plan anew where they are best, and perhaps to probe
 CONFIDENCE_WEIGHT = 4.0  # what a confidence says by itself, in drafts seen
 DOUBT_WEIGHT = 1.25  # failures after which it is believed half how much confidence is worth here
@@ -430,7 +431,7 @@ def plan_round(
     seconds = costs.rounds(max(map(len, chances)), num_sequences, drafting)
     stood = [sum(each) / number for each in zip_longest(*chances, fillvalue=0.0)]
     to_read = sum(each for each, mine in zip(reading, chances, strict=True) if mine)
-    per_token = to_read * number / sum(horizons)
+    per_token = IN_VAIN * to_read * number / sum(horizons)
     rates = [
         num_sequences / (taken / brought + (per_token if count else 0.0))
         for count, (taken, brought) in enumerate(

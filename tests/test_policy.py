@@ -367,7 +367,7 @@ def test_reading_a_prompt_for_few_tokens_doesnt_pay() -> None:
     for _ in range(3):
         known.count_read(10.0, 100)
     policies = [seen(known, 8, 8) for _ in range(4)]
-    assert all(MeasuredLength.together(policies, [200] * 4, [100] * 4, 4))
+    assert all(MeasuredLength.together(policies, [400] * 4, [100] * 4, 4))
     assert not any(MeasuredLength.together(policies, [9] * 4, [300] * 4, 4))
     newcomer = MeasuredLength.together(policies, [200, 200, 200, 9], [0, 0, 0, 300], 4)
     assert newcomer == [8, 8, 8, 0]
