@@ -84,10 +84,12 @@ class Proposer:
             limit: The most drafts that make sense.
             ids: Its beginning, behind which to draft; None: all of it.
         """
+        if limit < 1:
+            return
         if ids is None or len(ids) == len(sequence.ids):
             ids = sequence.ids
             self._catch_up(sequence, self.drafter.lag(sequence.draft_state, ids))
-        for _ in range(2 if limit > 0 else 0):
+        for _ in range(2):
             self.ask([self._request(sequence, ids, min(TRIAL_TOKENS, limit), None)])
             self.drafter.commit(sequence.draft_state, ids)
 
