@@ -279,7 +279,7 @@ class MeasuredLength(FixedLength):
         is_plain_best = plan.num_drafts == planned == 0 and not is_stale
         checking = seconds[planned] - costs.drafts(planned, plan.num_drafting) - seconds[0]
         for index, (policy, mine) in enumerate(zip(policies, plan.chances, strict=True)):
-            # Else the end of the text is near.
+            # Else the end of the text is near, or another text is being read.
             if len(chances[index]) == policy.num_draft_tokens and may_read:
                 policy._pays, policy._is_left_out = plan.num_drafts > 0, not mine
             policy._seconds, policy._num_drafting = seconds, plan.num_drafting
